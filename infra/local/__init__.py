@@ -1,0 +1,1 @@
+"""The local supervisor: specs of the services, process control, checks before starting, cleaning up afterwards."""

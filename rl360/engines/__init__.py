@@ -1,0 +1,1 @@
+"""Engines: the SGLang launcher and client, the fleet state machine, the gateway client."""
