@@ -1,1 +1,3 @@
-"""rl360: RL post-training of coding agents whose gradients can be accounted for. The library never imports prefect."""
+"""rl360: reinforcement-learning post-training of coding agents whose gradients can be accounted for."""
+
+__version__ = "0.1.0"

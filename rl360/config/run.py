@@ -1,0 +1,220 @@
+"""The configuration of a run: nested, closed (unknown keys are refused), importable without torch.
+
+`config.json` is frozen when a run starts. A resume under a different config is refused with the difference, except
+for fields marked operational (pace, fleet, deadlines): they change how a run is carried out, not what it computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rl360.errors import BadInput
+from rl360.store.layout import RUN_PATTERN
+
+OPERATIONAL = {"operational": True}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PolicyConfig(_Section):
+    """The policy a run starts from."""
+
+    path: str = Field(
+        "", description="Hugging Face directory of the starting policy; empty: the one the engines were started with"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the trainer's parameters")
+
+
+class TasksetConfig(_Section):
+    """Where prompts come from."""
+
+    path: str = Field("builtin:chores", description="`builtin:chores` or a directory of Harbor task directories")
+    groups_per_step: int = Field(32, ge=1, le=65_536, description="tasks drawn per step")
+    attempts_per_group: int = Field(8, ge=2, le=4096, description="attempts per drawn task (group size)")
+
+
+class RolloutConfig(_Section):
+    """How attempts are sampled and paced."""
+
+    wave_size: int = Field(64, ge=1, le=8192, description="attempts per wave", json_schema_extra=OPERATIONAL)
+    wave_interval_s: float = Field(
+        0.5, ge=0, le=600, description="pause between wave starts", json_schema_extra=OPERATIONAL
+    )
+    max_concurrent: int = Field(
+        64, ge=1, le=8192, description="attempts running at once", json_schema_extra=OPERATIONAL
+    )
+    max_turns: int = Field(6, ge=1, le=1000, description="assistant turns per attempt")
+    max_new_tokens: int = Field(48, ge=1, description="sampled tokens per turn")
+    max_seq_len: int = Field(384, ge=16, description="tokens per attempt, prompt included")
+    temperature: float = Field(1.0, gt=0, le=2.0)
+    top_p: float = Field(1.0, gt=0, le=1.0)
+    top_k: int = Field(-1, ge=-1, description="-1: off")
+    infra_retries: int = Field(
+        1, ge=0, le=10, description="new tries of an attempt that infrastructure lost", json_schema_extra=OPERATIONAL
+    )
+
+
+class SandboxConfig(_Section):
+    """Limits of one sandbox."""
+
+    memory_mb: int = Field(512, ge=16)
+    pids: int = Field(64, ge=4)
+    cpus: float = Field(1.0, gt=0)
+    file_size_mb: int = Field(64, ge=1)
+    output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
+
+
+class DeadlinesConfig(_Section):
+    """Budgets in seconds of the parts of one attempt; the client's deadline must cover their sum."""
+
+    queue_s: float = Field(120, gt=0, json_schema_extra=OPERATIONAL)
+    setup_s: float = Field(20, gt=0, json_schema_extra=OPERATIONAL)
+    agent_s: float = Field(60, gt=0)
+    verifier_s: float = Field(20, gt=0)
+    collect_s: float = Field(20, gt=0, json_schema_extra=OPERATIONAL)
+    slack_s: float = Field(15, ge=0, json_schema_extra=OPERATIONAL)
+    client_s: float = Field(
+        300, gt=0, description="how long the flow waits for one attempt", json_schema_extra=OPERATIONAL
+    )
+    train_s: float = Field(
+        600, gt=0, description="one optimizer step, a restore and replay included", json_schema_extra=OPERATIONAL
+    )
+
+    @model_validator(mode="after")
+    def _nest(self) -> DeadlinesConfig:
+        parts = {
+            "queue": self.queue_s,
+            "setup": self.setup_s,
+            "agent": self.agent_s,
+            "verifier": self.verifier_s,
+            "collect": self.collect_s,
+            "slack": self.slack_s,
+        }
+        total = sum(parts.values())
+        if self.client_s < total:
+            summed = " + ".join(f"{name} {value:g}" for name, value in parts.items())
+            raise ValueError(
+                f"client_s {self.client_s:g} is less than {summed} = {total:g}; raise client_s or lower a part"
+            )
+        return self
+
+
+class ObjectiveConfig(_Section):
+    """Filter, baseline and loss. Defaults: GRPO without std normalisation, asymmetric clip, truncated importance sampling."""
+
+    estimator: Literal["grpo"] = "grpo"
+    normalize_std: bool = Field(False, description="divide advantages by the group's standard deviation")
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.28, ge=0)
+    tis_cap: float | None = Field(2.0, gt=0, description="cap of the truncated importance weight; null: off")
+    old_policy: Literal["recomputed", "rollout"] = Field(
+        "recomputed", description="whose log-probs the ratio is taken against"
+    )
+    reduction: Literal["token_mean"] = "token_mean"
+    disagreement_rtol: float = Field(1e-6, ge=0, description="rewards this close (relative) count as equal")
+
+
+class TrainerConfig(_Section):
+    """The optimizer and the trainer's memory."""
+
+    lr: float = Field(3e-4, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    max_tokens_per_micro_batch: int = Field(8192, ge=64)
+    checkpoint_every: int = Field(
+        5, ge=1, le=10_000, description="steps between checkpoints", json_schema_extra=OPERATIONAL
+    )
+
+
+class PushConfig(_Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["broadcast"] = "broadcast"
+    bucket_bytes: int = Field(64 << 20, ge=1 << 10, json_schema_extra=OPERATIONAL)
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
+    call_deadline_s: float = Field(60, gt=0, json_schema_extra=OPERATIONAL)
+    min_engines: int = Field(
+        1, ge=1, description="fewer confirmed engines than this fail the push", json_schema_extra=OPERATIONAL
+    )
+
+
+class RunConfig(_Section):
+    """One run, whole. `RunConfig()` is the laptop demo."""
+
+    run: str = Field("demo", pattern=RUN_PATTERN, description="name of the run: a-z, 0-9, '-'")
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    steps: int = Field(
+        30, ge=1, le=1_000_000, description="steps to reach; raise it to continue a run", json_schema_extra=OPERATIONAL
+    )
+    model: PolicyConfig = PolicyConfig()
+    taskset: TasksetConfig = TasksetConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    push: PushConfig = PushConfig()
+
+    def to_json(self) -> bytes:
+        """Canonical bytes: sorted keys, what `config.json` holds."""
+        return orjson.dumps(self.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2)
+
+    @classmethod
+    def parse(cls, data: bytes | str | dict[str, Any], where: str = "config") -> RunConfig:
+        """Validate; `BadInput` with one line naming each bad key, its value and what is allowed."""
+        try:
+            value = orjson.loads(data) if isinstance(data, bytes | str) else data
+            return cls.model_validate(value)
+        except orjson.JSONDecodeError as error:
+            raise BadInput(f"{where}: not JSON ({error})") from None
+        except ValidationError as error:
+            raise BadInput(f"{where}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """A validation error in one line: every bad key with its value."""
+    parts = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"]) or "(whole)"
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown key {path}")
+        else:
+            value = "" if isinstance(item["input"], dict) else f" (got {str(item['input'])[:80]!r})"
+            parts.append(f"{path}: {item['msg'].removeprefix('Value error, ')}{value}")
+    return "; ".join(parts)
+
+
+def _is_operational(section: type[BaseModel], path: tuple[str, ...]) -> bool:
+    info = section.model_fields[path[0]]
+    if len(path) > 1 and isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+        return _is_operational(info.annotation, path[1:])
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("operational"))
+
+
+def _flat(value: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    out: dict[tuple[str, ...], Any] = {}
+    for key, item in value.items():
+        if isinstance(item, dict):
+            out.update(_flat(item, (*prefix, key)))
+        else:
+            out[(*prefix, key)] = item
+    return out
+
+
+def frozen_differences(frozen: RunConfig, wanted: RunConfig) -> list[str]:
+    """Lines `path: frozen -> wanted` for each field that differs and is not operational. Empty: a resume is allowed."""
+    old, new = _flat(frozen.model_dump(mode="json")), _flat(wanted.model_dump(mode="json"))
+    return [
+        f"{'.'.join(path)}: {old.get(path)!r} -> {new.get(path)!r}"
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path) != new.get(path) and not _is_operational(RunConfig, path)
+    ]

@@ -1,0 +1,88 @@
+"""The wire types of `POST /run`: Miles' client contract with our additions (docs/sandboxes.md)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl360.harbor.verdict import Verdict
+from rl360.ledger.outcomes import Outcome
+
+
+class SandboxLimits(BaseModel):
+    """Resources of one sandbox; a task's own `[environment]` values may lower them, never raise them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory_mb: int = Field(512, ge=16, le=1 << 20)
+    pids: int = Field(64, ge=4, le=65_536)
+    cpus: float = Field(1.0, gt=0, le=1024)
+    cpu_time_s: float = Field(60.0, gt=0)
+    file_size_mb: int = Field(64, ge=1)
+    output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
+
+
+class RunRequest(BaseModel):
+    """One attempt to run: a task, a session to sample from, budgets."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    instance_id: str = Field(min_length=1, description="task id")
+    task_dir: str | None = Field(None, description="Harbor task directory on the sandbox server's host")
+    attempt_id: str = Field(min_length=1, max_length=200)
+    group_id: str = ""
+    run: str = ""
+    step: int = Field(0, ge=0)
+    agent_name: str = "bash"
+    base_url: str
+    model: str = "openai/policy"
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    max_seq_len: int | None = Field(None, ge=1)
+    limits: SandboxLimits = SandboxLimits()
+    max_turns: int = Field(8, ge=1)
+    queue_timeout_s: float = Field(60.0, gt=0)
+    setup_timeout_s: float = Field(20.0, gt=0)
+    agent_timeout_s: float = Field(60.0, gt=0)
+    verifier_timeout_s: float = Field(20.0, gt=0)
+    deadline_s: float = Field(180.0, gt=0, description="the caller waits this long; must cover the parts")
+
+
+class Phases(BaseModel):
+    """Seconds spent in each phase; a phase that was not reached is 0."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    queue: float = 0.0
+    setup: float = 0.0
+    agent: float = 0.0
+    verify: float = 0.0
+    teardown: float = 0.0
+
+
+class Cleanup(BaseModel):
+    """Whether every process of the attempt's sandboxes is proven gone, and how that was seen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    confirmed: bool
+    evidence: str
+
+
+class RunReply(BaseModel):
+    """What became of an attempt. `reward` repeats `verdict.reward` for clients that know only that."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trial_id: str
+    outcome: Outcome
+    exit_status: str
+    reward: float | None = None
+    verdict: Verdict | None = None
+    failure_phase: Literal["queue", "setup", "agent", "verify", "teardown"] | None = None
+    retryable: bool = False
+    agent_metrics: dict[str, float] = Field(default_factory=dict)
+    phases: Phases = Phases()
+    cleanup: Cleanup
+    eval_report: dict[str, Any] = Field(default_factory=dict)
+    detail: str = Field("", max_length=2000, description="one line for a person")

@@ -1,0 +1,45 @@
+"""Where every object lives. The one place that spells a key (DESIGN, "Objects in the store")."""
+
+from __future__ import annotations
+
+import re
+
+from rl360.errors import BadInput
+
+RUN_PATTERN = r"^[a-z0-9][a-z0-9-]{1,40}$"
+
+
+def check_run(run: str) -> str:
+    """Return `run` when it can name a run, else `BadInput`."""
+    if not re.fullmatch(RUN_PATTERN, run):
+        raise BadInput(f"run name {run!r}: use 2 to 41 of a-z, 0-9 and '-', not starting with '-'")
+    return run
+
+
+def run_config_key(run: str) -> str:
+    return f"{check_run(run)}/config.json"
+
+
+def step_prefix(run: str, step: int) -> str:
+    return f"{check_run(run)}/steps/{step:06}/"
+
+
+def step_key(run: str, step: int, name: str) -> str:
+    """Key of a step's object: name is e.g. `groups.msgpack`, `filter.msgpack`, `train.json`, `ledger.msgpack`."""
+    return step_prefix(run, step) + name
+
+
+def attempt_key(run: str, step: int, wave: int, attempt_id: str) -> str:
+    return step_key(run, step, f"attempts/{wave:04}/{attempt_id}.msgpack")
+
+
+def merged_key(run: str, step: int, shard: int) -> str:
+    return step_key(run, step, f"merged/{shard:04}.msgpack")
+
+
+def manifest_key(run: str, step: int, task: str) -> str:
+    return step_key(run, step, f"manifests/{task}.json")
+
+
+def checkpoint_prefix(run: str, step: int) -> str:
+    return f"{check_run(run)}/checkpoints/{step:06}/"
