@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+cp birch.txt birch.bak

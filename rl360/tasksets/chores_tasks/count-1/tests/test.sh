@@ -1,0 +1,17 @@
+#!/bin/sh
+# Writes 1 when /app is exactly as the instruction asks, else 0.
+same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
+gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
+check() {
+same orbit.txt <<'END' || return 1
+fable prism
+poppy hazel
+wren ocean
+onyx maple
+END
+same amber.txt <<'END' || return 1
+4
+END
+}
+if cd /app && check; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt

@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+mv grove.txt north.txt

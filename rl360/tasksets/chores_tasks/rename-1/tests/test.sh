@@ -1,0 +1,16 @@
+#!/bin/sh
+# Writes 1 when /app is exactly as the instruction asks, else 0.
+same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
+gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
+check() {
+gone grove.txt || return 1
+same north.txt <<'END' || return 1
+pearl
+grape
+END
+same tulip.txt <<'END' || return 1
+tulip
+END
+}
+if cd /app && check; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt

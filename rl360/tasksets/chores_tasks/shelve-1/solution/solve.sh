@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+mkdir lake
+mv prism.txt lake

@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+sort wren.txt > shell.txt

@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+tail -n 3 storm.txt > brick.txt

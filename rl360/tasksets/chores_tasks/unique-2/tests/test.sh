@@ -1,0 +1,20 @@
+#!/bin/sh
+# Writes 1 when /app is exactly as the instruction asks, else 0.
+same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
+gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
+check() {
+same stone.txt <<'END' || return 1
+prism
+raven
+raven
+otter
+prism
+END
+same ivory.txt <<'END' || return 1
+otter
+prism
+raven
+END
+}
+if cd /app && check; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt
