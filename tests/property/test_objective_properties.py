@@ -1,0 +1,159 @@
+"""Infra neutrality, conservation, order invariance, split invariance: for any batch hypothesis comes up with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl360.config.run import ObjectiveConfig
+from rl360.ledger.outcomes import HAS_VERDICT, INFRA, SAMPLED, Outcome
+from rl360.objective.filters import FilterResult, filter_groups
+from rl360.objective.losses import LossParts, policy_loss
+from rl360.sessions.sample import AttemptRecord
+from tests.unit.objective_data import attempt
+
+MAX_SEQ_LEN = 24
+
+
+@st.composite
+def batches(draw: st.DrawFn, verdicts_only: bool = False) -> list[AttemptRecord]:
+    """Up to 4 groups of up to 5 attempts: any outcome, graded rewards, cuts, breaks, stale and long samples."""
+    attempts = []
+    for group in range(draw(st.integers(1, 4))):
+        for index in range(draw(st.integers(1, 5))):
+            outcome = draw(st.sampled_from(sorted(HAS_VERDICT if verdicts_only else Outcome)))
+            reward = draw(st.sampled_from([0.0, 1.0, 1.0, 0.25, 1 / 3])) if outcome in HAS_VERDICT else None
+            attempts.append(
+                attempt(
+                    group,
+                    index,
+                    reward,
+                    outcome=Outcome(outcome),
+                    sample=draw(st.sampled_from([True, True, True, False])),
+                    trained=draw(st.integers(0, 9)),
+                    prompt=draw(st.integers(1, 12)),
+                    after_cut=draw(st.sampled_from([0, 0, 3])),
+                    prefix_break=draw(st.sampled_from([0, 0, 2])),
+                    version=draw(st.sampled_from(["run:0", "run:0", "run:0", "run:1"])),
+                    seed=len(attempts),
+                )
+            )
+    return attempts
+
+
+configs = st.builds(
+    ObjectiveConfig,
+    normalize_std=st.booleans(),
+    old_policy=st.sampled_from(["recomputed", "rollout"]),
+    tis_cap=st.sampled_from([2.0, 1.0, None]),
+)
+
+
+def run_filter(attempts: list[AttemptRecord], config: ObjectiveConfig) -> FilterResult:
+    return filter_groups(attempts, config, expected_version="run:0", max_seq_len=MAX_SEQ_LEN)
+
+
+def batch_tensors(result: FilterResult) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """New log-probs (a fixed offset from the rollout's), rollout log-probs, advantages, mask; float64 `[all tokens]`."""
+    samples = [record.sample for record in result.kept if record.sample is not None]
+    if not samples:
+        empty = torch.zeros(0, dtype=torch.float64)
+        return empty.clone().requires_grad_(), empty, empty, empty
+    rollout = np.concatenate([sample.logprobs for sample in samples]).astype(np.float64)
+    mask = np.concatenate([sample.loss_mask for sample in samples])
+    offset = np.concatenate([(sample.tokens % 13 - 6) / 20 for sample in samples])
+    per_token = np.repeat(result.advantages, [len(sample.tokens) for sample in samples])
+    new = torch.from_numpy(rollout + offset).requires_grad_()
+    return new, torch.from_numpy(rollout), torch.from_numpy(per_token), torch.from_numpy(mask)
+
+
+def loss_and_gradient(result: FilterResult, config: ObjectiveConfig) -> tuple[float, np.ndarray, LossParts]:
+    new, rollout, advantages, mask = batch_tensors(result)
+    parts = policy_loss(new, rollout, advantages, mask, config)
+    (parts.loss_sum * result.loss_weight).backward()
+    assert new.grad is not None
+    return (parts.loss_sum * result.loss_weight).item(), new.grad.numpy(), parts
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(verdicts_only=True), configs, st.data())
+def test_infra_neutrality_bitwise(valid: list[AttemptRecord], config: ObjectiveConfig, data: st.DataObject) -> None:
+    lost = [
+        attempt(
+            data.draw(st.integers(0, 6)),
+            50 + index,
+            None,
+            outcome=data.draw(st.sampled_from(sorted(INFRA))),
+            sample=data.draw(st.booleans()),
+            trained=data.draw(st.integers(0, 9)),
+            version=data.draw(st.sampled_from(["run:0", "run:9"])),
+        )
+        for index in range(data.draw(st.integers(1, 8)))
+    ]
+    alone, crowded = run_filter(valid, config), run_filter(data.draw(st.permutations(valid + lost)), config)
+    survivors = {record.attempt_id for record in valid}
+    assert tuple(d for d in crowded.decisions if d.attempt_id in survivors) == alone.decisions
+    assert crowded.advantages.tobytes() == alone.advantages.tobytes()
+    assert crowded.loss_weight == alone.loss_weight
+    loss_a, gradient_a, parts_a = loss_and_gradient(alone, config)
+    loss_b, gradient_b, parts_b = loss_and_gradient(crowded, config)
+    assert np.float64(loss_a).tobytes() == np.float64(loss_b).tobytes()
+    assert gradient_a.tobytes() == gradient_b.tobytes()
+    for name in LossParts.__dataclass_fields__:
+        assert getattr(parts_a, name).item() == getattr(parts_b, name).item()
+
+
+@settings(deadline=None, max_examples=100)
+@given(batches(), configs)
+def test_conservation(attempts: list[AttemptRecord], config: ObjectiveConfig) -> None:
+    result = run_filter(attempts, config)
+    sampled = {record.attempt_id: record.sampled_tokens for record in attempts}
+    assert {d.attempt_id: d.sampled_tokens for d in result.decisions} == sampled
+    assert sum(result.tokens.values()) == sum(sampled.values())
+    assert set(result.tokens) <= set(SAMPLED)
+    kept_masks = sum(int(record.sample.loss_mask.sum()) for record in result.kept if record.sample is not None)
+    assert result.trained_tokens == kept_masks
+    _, _, parts = loss_and_gradient(result, config)
+    assert parts.weight_sum.item() == result.trained_tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(), configs, st.data())
+def test_order_invariance(attempts: list[AttemptRecord], config: ObjectiveConfig, data: st.DataObject) -> None:
+    first, second = run_filter(attempts, config), run_filter(data.draw(st.permutations(attempts)), config)
+    assert first.decisions == second.decisions
+    assert first.advantages.tobytes() == second.advantages.tobytes()
+    assert [record.attempt_id for record in first.kept] == [record.attempt_id for record in second.kept]
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(verdicts_only=True), configs, st.data())
+def test_split_invariance(attempts: list[AttemptRecord], config: ObjectiveConfig, data: st.DataObject) -> None:
+    result = run_filter(attempts, config)
+    _, whole_gradient, whole = loss_and_gradient(result, config)
+    new, rollout, advantages, mask = batch_tensors(result)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(new)), max_size=4)))
+    total = None
+    for start, end in zip([0, *cuts], [*cuts, len(new)], strict=True):
+        part = policy_loss(new[start:end], rollout[start:end], advantages[start:end], mask[start:end], config)
+        (part.loss_sum * result.loss_weight).backward()
+        total = part if total is None else total + part
+    assert total is not None and new.grad is not None
+    np.testing.assert_array_equal(new.grad.numpy(), whole_gradient)
+    for name in LossParts.__dataclass_fields__:
+        np.testing.assert_allclose(getattr(total, name).item(), getattr(whole, name).item(), rtol=1e-12, atol=1e-14)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(verdicts_only=True))
+def test_advantages_of_a_group_sum_to_zero_when_all_its_attempts_train(attempts: list[AttemptRecord]) -> None:
+    result = run_filter(attempts, ObjectiveConfig())
+    members: dict[str, list[float | None]] = {}
+    for decision in result.decisions:
+        members.setdefault(decision.group_id, []).append(decision.advantage)
+    for values in members.values():
+        trained = [value for value in values if value is not None]
+        if len(trained) == len(values):
+            assert abs(sum(trained)) < 1e-12

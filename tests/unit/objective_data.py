@@ -1,0 +1,86 @@
+"""Builders of attempt records for the objective, ledger and report tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rl360.harbor.verdict import Verdict
+from rl360.ledger.outcomes import Outcome
+from rl360.sessions.sample import AttemptRecord, MergedSample
+
+DIGEST = "ab" * 32
+
+
+def sample_of(
+    attempt_id: str,
+    group_id: str,
+    *,
+    trained: int = 6,
+    prompt: int = 4,
+    observed: int = 3,
+    after_cut: int = 0,
+    prefix_break: int = 0,
+    version: str = "run:0",
+    truncated: bool = False,
+    seed: int = 0,
+) -> MergedSample:
+    """A sample of `prompt` ids, then `trained` sampled ids with `observed` ids of tool output in the middle."""
+    rng = np.random.default_rng(seed)
+    first = trained // 2
+    mask = np.array([0] * prompt + [1] * first + [0] * observed + [1] * (trained - first), dtype=np.uint8)
+    logprobs = np.where(mask == 1, -rng.random(len(mask)) - 0.05, 0.0).astype(np.float32)
+    spans = [(prompt, prompt + first, version)] if first else []
+    if trained - first:
+        spans.append((prompt + first + observed, len(mask), version))
+    return MergedSample(
+        attempt_id=attempt_id,
+        group_id=group_id,
+        task_id="chores-rename",
+        session_id=f"session-{attempt_id}",
+        tokens=rng.integers(0, 1024, len(mask)).astype(np.int32),
+        loss_mask=mask,
+        logprobs=logprobs,
+        version_spans=spans,
+        sampled_tokens=trained + after_cut + prefix_break,
+        after_truncation_tokens=after_cut,
+        prefix_break_tokens=prefix_break,
+        truncated=truncated,
+        turns=2,
+    ).check(attempt_id)
+
+
+def attempt(
+    group: int,
+    index: int,
+    reward: float | None,
+    *,
+    step: int = 0,
+    outcome: Outcome | None = None,
+    sample: bool = True,
+    domain: str = "files",
+    **sample_args: object,
+) -> AttemptRecord:
+    """One attempt record; `reward` None makes it an infra loss (agent_timeout unless `outcome` says otherwise)."""
+    group_id = f"s{step:06}-g{group:03}"
+    attempt_id = f"{group_id}-a{index:02}-t0"
+    if outcome is None:
+        outcome = Outcome.AGENT_TIMEOUT if reward is None else Outcome.PASSED if reward >= 1 else Outcome.FAILED
+    verdict = None
+    if reward is not None:
+        verdict = Verdict(
+            task_id="chores-rename", attempt_id=attempt_id, reward=reward, verifier_digest=DIGEST, finished_at=1.0
+        )
+    merged = sample_of(attempt_id, group_id, **sample_args) if sample else None  # type: ignore[arg-type]
+    return AttemptRecord(
+        attempt_id=attempt_id,
+        group_id=group_id,
+        task_id="chores-rename",
+        try_index=0,
+        outcome=outcome,
+        verdict=verdict,
+        exit_status="ok" if reward is not None else outcome.value,
+        session_id=f"session-{attempt_id}",
+        sample=merged,
+        domain=domain,
+        phases_s={"queue": 0.1, "setup": 0.2, "agent": 2.0, "verify": 0.3, "teardown": 0.1},
+    ).check(attempt_id)

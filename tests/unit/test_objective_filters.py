@@ -1,0 +1,132 @@
+"""Each rule of the filter, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl360.config.run import ObjectiveConfig
+from rl360.errors import BadInput
+from rl360.ledger.outcomes import Bucket, Outcome
+from rl360.objective.filters import Decision, FilterResult, filter_groups
+from rl360.sessions.sample import AttemptRecord
+from tests.unit.objective_data import attempt
+
+CONFIG = ObjectiveConfig()
+
+
+def run_filter(attempts: list[AttemptRecord], *, max_seq_len: int = 384) -> FilterResult:
+    return filter_groups(attempts, CONFIG, expected_version="run:0", max_seq_len=max_seq_len)
+
+
+def buckets(result: FilterResult) -> list[Bucket]:
+    return [decision.bucket for decision in result.decisions]
+
+
+def test_a_group_that_disagrees_trains_with_its_mean_as_baseline() -> None:
+    result = run_filter([attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, 0.0), attempt(0, 3, 0.0)])
+    assert buckets(result) == [Bucket.TRAINED] * 4
+    assert result.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert result.trained_tokens == 24
+    assert result.loss_weight == 1 / 24
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0, 0.0], [0.3, 0.3 + 1e-8]])
+def test_a_group_that_agrees_is_zero_disagreement(rewards: list[float]) -> None:
+    result = run_filter([attempt(0, i, reward) for i, reward in enumerate(rewards)])
+    assert set(buckets(result)) == {Bucket.ZERO_DISAGREEMENT}
+    assert result.tokens == {Bucket.ZERO_DISAGREEMENT: 6 * len(rewards)}
+    assert result.trained_tokens == 0
+    assert result.loss_weight == 0.0
+
+
+def test_the_tolerance_is_relative() -> None:
+    assert set(buckets(run_filter([attempt(0, 0, 1e-9), attempt(0, 1, 2e-9)]))) == {Bucket.TRAINED}
+    assert set(buckets(run_filter([attempt(0, 0, 1e9), attempt(0, 1, 1e9 + 1)]))) == {Bucket.ZERO_DISAGREEMENT}
+
+
+def test_one_verdict_is_too_few() -> None:
+    result = run_filter([attempt(0, 0, 1.0), attempt(0, 1, None), attempt(0, 2, None, sample=False)])
+    assert buckets(result) == [Bucket.INSUFFICIENT_VALID, Bucket.INFRA, Bucket.INFRA]
+    assert result.tokens == {Bucket.INSUFFICIENT_VALID: 6, Bucket.INFRA: 6}
+
+
+def test_infra_takes_no_part_in_the_baseline() -> None:
+    result = run_filter([attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, None)])
+    assert buckets(result) == [Bucket.TRAINED, Bucket.TRAINED, Bucket.INFRA]
+    assert result.advantages.tolist() == [0.5, -0.5]
+
+
+def test_truncated_attempts_are_valid_and_train_up_to_the_cut() -> None:
+    cut = attempt(0, 0, 0.0, outcome=Outcome.TRUNCATED, truncated=True, after_cut=5)
+    result = run_filter([cut, attempt(0, 1, 1.0)])
+    assert buckets(result) == [Bucket.TRAINED, Bucket.TRAINED]
+    assert result.tokens == {Bucket.TRAINED: 12, Bucket.AFTER_TRUNCATION: 5}
+    assert result.decisions[0].tokens == {Bucket.TRAINED: 6, Bucket.AFTER_TRUNCATION: 5}
+
+
+def test_what_a_rewritten_history_dropped_is_counted() -> None:
+    result = run_filter([attempt(0, 0, 0.0, prefix_break=4), attempt(0, 1, 1.0, trained=0, prefix_break=2)])
+    assert buckets(result) == [Bucket.TRAINED, Bucket.PREFIX_BREAK]
+    assert result.tokens == {Bucket.TRAINED: 6, Bucket.PREFIX_BREAK: 6}
+
+
+def test_another_weight_version_is_stale_and_its_reward_still_counts() -> None:
+    result = run_filter([attempt(0, 0, 1.0, version="run:7"), attempt(0, 1, 0.0), attempt(0, 2, 0.0)])
+    assert buckets(result) == [Bucket.STALE, Bucket.TRAINED, Bucket.TRAINED]
+    np.testing.assert_allclose(result.advantages, [-1 / 3, -1 / 3], rtol=1e-15)
+
+
+def test_over_length() -> None:
+    result = run_filter([attempt(0, 0, 1.0, prompt=20), attempt(0, 1, 0.0)], max_seq_len=20)
+    assert buckets(result) == [Bucket.OVER_LENGTH, Bucket.TRAINED]
+
+
+def test_nonfinite_logprobs_never_train() -> None:
+    broken = attempt(0, 0, 1.0)
+    assert broken.sample is not None
+    logprobs = broken.sample.logprobs.copy()
+    logprobs[5] = np.nan
+    broken = replace(broken, sample=replace(broken.sample, logprobs=logprobs))
+    assert buckets(run_filter([broken, attempt(0, 1, 0.0)])) == [Bucket.NONFINITE, Bucket.TRAINED]
+
+
+def test_a_verdict_without_a_sample_counts_for_the_group_only() -> None:
+    result = run_filter([attempt(0, 0, 1.0, sample=False), attempt(0, 1, 0.0)])
+    assert buckets(result) == [Bucket.PREFIX_BREAK, Bucket.TRAINED]
+    assert result.decisions[0].sampled_tokens == 0
+
+
+def test_duplicates_and_missing_groups_are_refused() -> None:
+    with pytest.raises(BadInput, match="s000000-g000-a00-t0 appears twice"):
+        run_filter([attempt(0, 0, 1.0), attempt(0, 0, 1.0)])
+    with pytest.raises(BadInput, match="no group id"):
+        run_filter([replace(attempt(0, 0, 1.0), group_id="")])
+
+
+def test_contradictions_are_refused() -> None:
+    good = attempt(0, 0, 1.0)
+    with pytest.raises(BadInput, match="no verdict; a reward exists only with a verdict"):
+        run_filter([replace(good, verdict=None)])
+    with pytest.raises(BadInput, match="outcome aborted with a verdict"):
+        run_filter([replace(good, outcome=Outcome.ABORTED)])
+    assert good.sample is not None
+    with pytest.raises(BadInput, match=r"6 tokens under the loss mask \+ 0 dropped != 9 sampled"):
+        run_filter([replace(good, sample=replace(good.sample, sampled_tokens=9))])
+
+
+def test_nothing_at_all_is_an_empty_step() -> None:
+    result = run_filter([])
+    assert result.decisions == ()
+    assert result.trained_tokens == 0
+
+
+def test_the_batch_object_holds_kept_samples_and_all_decisions() -> None:
+    result = run_filter([attempt(0, 1, 0.0), attempt(0, 0, 1.0), attempt(1, 0, None)])
+    wire = result.to_wire("demo", 3)
+    assert (wire["schema_version"], wire["run"], wire["step"]) == (1, "demo", 3)
+    assert [sample["attempt_id"] for sample in wire["samples"]] == ["s000000-g000-a00-t0", "s000000-g000-a01-t0"]
+    assert [sample["advantage"] for sample in wire["samples"]] == [0.5, -0.5]
+    assert tuple(Decision.from_wire(item) for item in wire["decisions"]) == result.decisions
