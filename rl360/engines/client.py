@@ -1,0 +1,201 @@
+"""Async client of one SGLang engine's control calls. A deadline on every call; nothing is sent that could kill the engine.
+
+What SGLang does with bad requests is measured (docs/weights.md): an unknown tensor name is accepted in silence and a
+wrong shape ends the process, so names, shapes and dtypes are checked against the known tensors before a call leaves.
+Errors: `EngineSilent` (no answer: no connection, or past the deadline) and `EngineRefused` (it answered no), both
+`ServiceError`. The client holds no state about the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import httpx
+import orjson
+
+from rl360.errors import BadInput, ServiceError
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+class EngineSilent(ServiceError):
+    """No answer. `connected`: a connection was made, so something lives there but is stuck."""
+
+    def __init__(self, message: str, connected: bool) -> None:
+        super().__init__(message)
+        self.connected = connected
+
+
+class EngineRefused(ServiceError):
+    """It answered, and the answer is no."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Tensor(Protocol):
+    """What a distributed update says about each tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def check_tensors(tensors: Sequence[Tensor], known: Mapping[str, Tensor]) -> None:
+    """Refuse what an engine would swallow or die of: unknown names, other shapes, other dtypes, repeats."""
+    if not tensors:
+        raise BadInput("update without tensors: name at least one")
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) != len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise BadInput(f"tensor {repeated} is named twice in one update")
+    for tensor in tensors:
+        expected = known.get(tensor.name)
+        if expected is None:
+            raise BadInput(f"tensor {tensor.name} is not one of the model's {len(known)}; the engine would ignore it")
+        if tuple(tensor.shape) != tuple(expected.shape) or tensor.dtype != expected.dtype:
+            raise BadInput(
+                f"tensor {tensor.name} is {tensor.dtype}{list(tensor.shape)}, the model has "
+                f"{expected.dtype}{list(expected.shape)}; the engine would die of it"
+            )
+
+
+class EngineClient:
+    """Control calls to one engine. `deadline_s` of a call defaults to the client's."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient, deadline_s: float) -> None:
+        self.url = url.rstrip("/")
+        self.deadline_s = deadline_s
+        self._http = http
+
+    async def _call(self, method: str, path: str, body: Any = None, deadline_s: float | None = None) -> httpx.Response:
+        deadline = self.deadline_s if deadline_s is None else deadline_s
+        # httpx limits each phase, not the sum: connecting gets its own short limit so that it can be told apart
+        timeout = httpx.Timeout(deadline, connect=min(deadline, 5.0))
+        try:
+            content = None if body is None else orjson.dumps(body)
+            reply = await self._http.request(
+                method, self.url + path, content=content, headers={"content-type": "application/json"}, timeout=timeout
+            )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EngineSilent(f"engine {self.url}{path}: no connection ({type(error).__name__})", False) from None
+        except httpx.TimeoutException:
+            raise EngineSilent(f"engine {self.url}{path}: no answer within {deadline:g} s", True) from None
+        except httpx.HTTPError as error:
+            raise EngineSilent(f"engine {self.url}{path}: connection lost ({type(error).__name__})", False) from None
+        if reply.status_code >= 400:
+            raise EngineRefused(
+                f"engine {self.url}{path}: answered {reply.status_code}: {reply.text[:300].strip()}", reply.status_code
+            )
+        return reply
+
+    async def _ask(self, method: str, path: str, body: Any = None, deadline_s: float | None = None) -> dict[str, Any]:
+        reply = await self._call(method, path, body, deadline_s)
+        try:
+            value = orjson.loads(reply.content)
+        except orjson.JSONDecodeError:
+            raise EngineRefused(f"engine {self.url}{path}: reply is not JSON: {reply.text[:80]!r}", 200) from None
+        if not isinstance(value, dict):
+            raise EngineRefused(f"engine {self.url}{path}: reply is a {type(value).__name__}, expected an object", 200)
+        if value.get("success") is False:
+            raise EngineRefused(f"engine {self.url}{path}: {value.get('message', 'success=false')}", 200)
+        return value
+
+    async def ping(self, deadline_s: float | None = None) -> None:
+        """Liveness; true while paused too (`/health` is not: it generates)."""
+        await self._call("GET", "/ping", deadline_s=deadline_s)
+
+    async def model_info(self, deadline_s: float | None = None) -> dict[str, Any]:
+        return await self._ask("GET", "/model_info", deadline_s=deadline_s)
+
+    async def server_info(self, deadline_s: float | None = None) -> dict[str, Any]:
+        """Start-up facts and live state; goes through the scheduler."""
+        return await self._ask("GET", "/server_info", deadline_s=deadline_s)
+
+    async def weight_version(self, deadline_s: float | None = None) -> str:
+        return str((await self.model_info(deadline_s)).get("weight_version"))
+
+    async def set_weight_version(self, version: str, deadline_s: float | None = None) -> None:
+        """Rename the weights it holds; running requests go on and report both names in their spans."""
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._ask("POST", "/update_weight_version", body, deadline_s)
+
+    async def pause(self, mode: str, deadline_s: float | None = None) -> None:
+        if mode not in PAUSE_MODES:
+            raise BadInput(f"pause mode {mode!r}: use one of {', '.join(PAUSE_MODES)}")
+        await self._ask("POST", "/pause_generation", {"mode": mode}, deadline_s)
+
+    async def resume(self, deadline_s: float | None = None) -> None:
+        await self._ask("POST", "/continue_generation", {}, deadline_s)
+
+    async def flush_cache(self, deadline_s: float | None = None) -> None:
+        """Drop the KV cache the old weights made; refused while requests run."""
+        await self._call("POST", "/flush_cache", deadline_s=deadline_s)
+
+    async def abort_all(self, deadline_s: float | None = None) -> None:
+        await self._call("POST", "/abort_request", {"abort_all": True}, deadline_s)
+
+    async def begin_weight_update(self, deadline_s: float | None = None) -> None:
+        await self._ask("POST", "/begin_weight_update", {}, deadline_s)
+
+    async def end_weight_update(self, deadline_s: float | None = None) -> None:
+        await self._ask("POST", "/end_weight_update", {}, deadline_s)
+
+    async def init_group(
+        self, name: str, *, address: str, port: int, rank: int, world_size: int, backend: str, deadline_s: float
+    ) -> None:
+        """Join a process group as `rank`; answers once every member joined."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._ask("POST", "/init_weights_update_group", body, deadline_s)
+
+    async def destroy_group(self, name: str, deadline_s: float | None = None) -> bool:
+        """Leave a process group. False when the engine isn't in it, which is as good."""
+        try:
+            await self._ask("POST", "/destroy_weights_update_group", {"group_name": name}, deadline_s)
+        except EngineRefused as error:
+            if "does not exist" in str(error):
+                return False
+            raise
+        return True
+
+    async def update_from_distributed(
+        self, tensors: Sequence[Tensor], known: Mapping[str, Tensor], group: str, deadline_s: float
+    ) -> None:
+        """Receive these tensors, back to back in one broadcast from rank 0, and load them. Never sets the version."""
+        check_tensors(tensors, known)
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": group,
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
+        }
+        await self._ask("POST", "/update_weights_from_distributed", body, deadline_s)
+
+    async def checksums(self, deadline_s: float | None = None) -> dict[str, str]:
+        """Checksum of every parameter it holds, by the engine's own names."""
+        path = "/weights_checker"
+        reply = await self._ask("POST", path, {"action": "checksum"}, deadline_s)
+        ranks = reply.get("ranks")
+        if not isinstance(ranks, list) or not ranks or not isinstance(ranks[0].get("checksums"), dict):
+            raise EngineRefused(f"engine {self.url}{path}: reply has no ranks[0].checksums", 200)
+        if len(ranks) != 1:
+            raise EngineRefused(
+                f"engine {self.url}{path}: {len(ranks)} tensor-parallel ranks; checksums of sharded engines can't be "
+                "compared with the trainer's, use --tp 1",
+                200,
+            )
+        return {str(name): str(value) for name, value in ranks[0]["checksums"].items()}

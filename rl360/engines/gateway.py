@@ -1,0 +1,107 @@
+"""Async client of the gateway (SMG): which engines get traffic. Adding and removing are queued there, so both are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import httpx
+import orjson
+
+from rl360.errors import ServiceError
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Worker:
+    """An engine the gateway knows. Only `usable` ones get new requests."""
+
+    worker_id: str
+    url: str
+    status: str
+    healthy: bool
+
+    @property
+    def usable(self) -> bool:
+        return self.healthy and self.status == "ready"
+
+
+class GatewayClient:
+    """Workers of one gateway. Every call has a deadline; waiting is bounded by the caller's."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient, deadline_s: float = 10.0) -> None:
+        self.url = url.rstrip("/")
+        self.deadline_s = deadline_s
+        self._http = http
+
+    async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
+        try:
+            content = None if body is None else orjson.dumps(body)
+            return await self._http.request(
+                method,
+                self.url + path,
+                content=content,
+                headers={"content-type": "application/json"},
+                timeout=self.deadline_s,
+            )
+        except httpx.HTTPError as error:
+            raise ServiceError(
+                f"gateway {self.url}{path}: no answer within {self.deadline_s:g} s ({type(error).__name__}); "
+                "is it up? try `rl360 status`"
+            ) from None
+
+    async def workers(self) -> list[Worker]:
+        """All workers, those being removed included."""
+        reply = await self._call("GET", "/workers")
+        try:
+            rows = orjson.loads(reply.content)["workers"]
+            return [
+                Worker(str(row["id"]), str(row["url"]).rstrip("/"), str(row["status"]), bool(row["is_healthy"]))
+                for row in rows
+            ]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise ServiceError(f"gateway {self.url}/workers: unexpected reply {reply.text[:200]!r}") from None
+
+    async def find(self, engine_url: str) -> Worker | None:
+        return next((worker for worker in await self.workers() if worker.url == engine_url.rstrip("/")), None)
+
+    async def add(self, engine_url: str, deadline_s: float) -> Worker:
+        """Register an engine and wait until it gets traffic. Fine when it already does."""
+        until = time.monotonic() + deadline_s
+        asked_at = 0.0
+        while True:
+            worker = await self.find(engine_url)
+            if worker is not None and worker.usable:
+                return worker
+            if time.monotonic() > until:
+                state = "not listed" if worker is None else f"{worker.status}, healthy={worker.healthy}"
+                raise ServiceError(f"gateway {self.url}: {engine_url} not usable within {deadline_s:g} s ({state})")
+            # a worker still draining from an earlier removal keeps its URL taken (409): ask again once it is gone
+            if worker is None and time.monotonic() - asked_at > 1.0:
+                asked_at = time.monotonic()
+                reply = await self._call("POST", "/workers", {"url": engine_url})
+                if reply.status_code not in (200, 201, 202, 409):
+                    raise ServiceError(
+                        f"gateway {self.url}: adding {engine_url} answered {reply.status_code}: {reply.text[:200]}"
+                    )
+            await asyncio.sleep(_POLL_S)
+
+    async def remove(self, engine_url: str, deadline_s: float) -> bool:
+        """Take an engine out and wait until it gets no new requests. False when it was not in."""
+        until = time.monotonic() + deadline_s
+        found = False
+        while True:
+            worker = await self.find(engine_url)
+            if worker is None or worker.status == "draining":
+                return found or worker is not None
+            if time.monotonic() > until:
+                raise ServiceError(f"gateway {self.url}: {engine_url} still {worker.status} after {deadline_s:g} s")
+            found = True
+            reply = await self._call("DELETE", f"/workers/{worker.worker_id}")
+            if reply.status_code not in (200, 202, 204, 404):
+                raise ServiceError(
+                    f"gateway {self.url}: removing {engine_url} answered {reply.status_code}: {reply.text[:200]}"
+                )
+            await asyncio.sleep(_POLL_S)
