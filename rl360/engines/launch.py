@@ -1,0 +1,161 @@
+"""Start one SGLang engine: the only launcher, on a laptop's CPU and on a GPU.
+
+Contract: `python -m rl360.engines.launch --model DIR --port P` serves until it is signalled and takes its children with it. Without a CUDA
+device the CPU stand-ins are installed first; they must also be in every process that SGLang spawns, and spawning re-runs this module
+under the name `__mp_main__`, so they are installed at top level under both names. The GPU path is the plain SGLang server with its own
+defaults; it has not been run on a GPU here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+# 32 concurrent requests of 512 tokens fill 16,384; twice that leaves room for the prefixes that the radix cache keeps between turns.
+MAX_TOTAL_TOKENS = 32_768
+MAX_RUNNING_REQUESTS = 48
+CONTEXT_LENGTH = 4_096
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a caller may choose about an engine; everything else follows from the device."""
+
+    model_dir: str
+    port: int
+    host: str = "127.0.0.1"
+    seed: int = 0
+    tp: int = 1
+    context_length: int = CONTEXT_LENGTH
+    max_total_tokens: int = MAX_TOTAL_TOKENS
+    max_running_requests: int = MAX_RUNNING_REQUESTS
+    routed_experts: bool = False
+
+    def argv(self) -> list[str]:
+        """The command line of this module that makes this engine."""
+        argv = ["--model", self.model_dir, "--port", str(self.port), "--host", self.host, "--seed", str(self.seed)]
+        argv += ["--tp", str(self.tp), "--context-length", str(self.context_length)]
+        argv += [
+            "--max-total-tokens",
+            str(self.max_total_tokens),
+            "--max-running-requests",
+            str(self.max_running_requests),
+        ]
+        return [*argv, "--routed-experts"] if self.routed_experts else argv
+
+
+def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
+    """Our own flags, and the rest (after `--`) for SGLang as they are."""
+    parser = argparse.ArgumentParser(
+        prog="rl360.engines.launch", description="Start one SGLang engine.", allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="directory of the model: config, safetensors, tokenizer")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampler")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (GPU only)")
+    parser.add_argument("--context-length", type=int, default=CONTEXT_LENGTH)
+    parser.add_argument("--max-total-tokens", type=int, default=MAX_TOTAL_TOKENS, help="size of the KV pool on a CPU")
+    parser.add_argument("--max-running-requests", type=int, default=MAX_RUNNING_REQUESTS)
+    parser.add_argument("--routed-experts", action="store_true", help="return the experts each token was routed to")
+    parser.add_argument("extra", nargs="*", help="flags for SGLang itself, after `--`")
+    args = parser.parse_args(argv)
+    if not (Path(args.model) / "config.json").is_file():
+        parser.error(
+            f"--model {args.model}: no config.json there; name a directory with a model in Hugging Face format"
+        )
+    options = EngineOptions(
+        model_dir=args.model,
+        port=args.port,
+        host=args.host,
+        seed=args.seed,
+        tp=args.tp,
+        context_length=args.context_length,
+        max_total_tokens=args.max_total_tokens,
+        max_running_requests=args.max_running_requests,
+        routed_experts=args.routed_experts,
+    )
+    return options, list(args.extra)
+
+
+def sglang_argv(options: EngineOptions, cpu: bool) -> list[str]:
+    """SGLang's own flags for these options. `--skip-server-warmup`: the first push confirms the engine, and a warm-up costs seconds."""
+    argv = ["--model-path", options.model_dir, "--host", options.host, "--port", str(options.port)]
+    argv += ["--random-seed", str(options.seed), "--dtype", "bfloat16", "--context-length", str(options.context_length)]
+    argv += [
+        "--max-running-requests",
+        str(options.max_running_requests),
+        "--skip-server-warmup",
+        "--log-level",
+        "warning",
+    ]
+    if options.routed_experts:
+        argv.append("--enable-return-routed-experts")
+    if not cpu:
+        return [*argv, "--tp-size", str(options.tp)]
+    argv += [
+        "--device",
+        "cpu",
+        "--tp-size",
+        "1",
+        "--attention-backend",
+        "torch_native",
+        "--sampling-backend",
+        "pytorch",
+    ]
+    argv += [
+        "--mem-fraction-static",
+        "0.5",
+        "--max-total-tokens",
+        str(options.max_total_tokens),
+        "--disable-overlap-schedule",
+    ]
+    # an idle scheduler polls in a busy loop otherwise: one whole core each
+    return [*argv, "--sleep-on-idle"]
+
+
+def prepare_cpu() -> None:
+    """Environment and stand-ins of an engine process without a GPU; safe to run again in each child."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from rl360.engines import cpu_shims
+
+    cpu_shims.install()
+    if "--routed-experts" in sys.argv:
+        cpu_shims.use_plain_host_memory()
+    cpu_shims.start_children_by_fork()
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def serve(argv: list[str], cpu: bool) -> None:
+    """Run the engine in this process until a signal ends it."""
+    options, extra = parse_options(argv)
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = prepare_server_args([*sglang_argv(options, cpu), *extra])
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    if __name__ == "__main__":
+        parse_options(sys.argv[1:])  # refuse bad flags before the slow imports
+    ON_CPU = not has_gpu()
+    if ON_CPU:
+        prepare_cpu()
+    if __name__ == "__main__":
+        serve(sys.argv[1:], ON_CPU)
