@@ -1,0 +1,232 @@
+"""The rollout function: one attempt from an empty session to a record in the store.
+
+An attempt is: open a session, have the sandbox server run agent and verifier against it (`POST /run`), read the
+merged sample back, write the `AttemptRecord`, close the session. Both servers are idempotent by attempt id, so an
+attempt whose client was killed is joined, not repeated. Whatever goes wrong becomes an outcome of this attempt alone;
+nothing here turns a failure into a reward.
+
+A try that infrastructure lost may be tried again (`rollout.infra_retries`); every try keeps a record of its own, so
+the tokens it sampled stay accounted for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+import orjson
+from pydantic import ValidationError
+
+from rl360.config.run import RunConfig
+from rl360.config.services import Services
+from rl360.errors import CorruptObject
+from rl360.harbor.protocol import RunReply, RunRequest, SandboxLimits
+from rl360.ledger.outcomes import HAS_VERDICT, Outcome
+from rl360.sessions.sample import AttemptRecord, MergedSample
+from rl360.store.codec import unpack
+
+_CONNECT_TRIES = 4
+_CONNECT_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class AttemptSpec:
+    """One planned attempt: which draw it belongs to and which task it tries."""
+
+    slot_id: str
+    group_id: str
+    task_id: str
+    task_dir: str
+    domain: str
+
+    def attempt_id(self, try_index: int) -> str:
+        return f"{self.slot_id}-t{try_index}"
+
+
+class _Lost(Exception):
+    """This try is lost to infrastructure; carries its outcome."""
+
+    def __init__(self, outcome: Outcome, detail: str) -> None:
+        super().__init__(detail)
+        self.outcome = outcome
+        self.detail = detail
+
+
+def _spread(urls: list[str], key: str) -> str:
+    return urls[zlib.crc32(key.encode()) % len(urls)]
+
+
+class RolloutClient:
+    """Talks to the session and sandbox servers of one deployment, for one run at one weight version."""
+
+    def __init__(self, services: Services, config: RunConfig, step: int, weight_version: str) -> None:
+        self.services = services
+        self.config = config
+        self.step = step
+        self.weight_version = weight_version
+        deadlines = config.deadlines
+        self._http = httpx.AsyncClient(
+            headers=services.auth_headers(),
+            timeout=httpx.Timeout(deadlines.collect_s, connect=5.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        )
+
+    async def __aenter__(self) -> RolloutClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def attempt(self, spec: AttemptSpec, try_index: int) -> AttemptRecord:
+        """Run one try to its end. Never raises for what a server or the network does: that is an outcome."""
+        attempt_id = spec.attempt_id(try_index)
+        started_at = time.time()
+        session_id, sample, reply = "", None, None
+        outcome, detail = Outcome.UNCLASSIFIED, ""
+        try:
+            session_id, base_url = await self._open_session(spec, attempt_id)
+            reply = await self._run(spec, attempt_id, base_url)
+            outcome, detail = reply.outcome, reply.detail
+        except _Lost as lost:
+            outcome, detail = lost.outcome, lost.detail
+        if session_id:
+            try:
+                sample = await self._merged(attempt_id, session_id)
+            except _Lost as lost:
+                if outcome in HAS_VERDICT:
+                    # a verdict without its tokens can train nothing; the reward is not counted either
+                    outcome, detail = lost.outcome, lost.detail
+        verdict = reply.verdict if reply is not None and outcome in HAS_VERDICT else None
+        return AttemptRecord(
+            attempt_id=attempt_id,
+            group_id=spec.group_id,
+            task_id=spec.task_id,
+            try_index=try_index,
+            outcome=outcome,
+            verdict=verdict,
+            exit_status=reply.exit_status if reply is not None else "",
+            session_id=session_id,
+            sample=sample,
+            domain=spec.domain,
+            detail=detail[:500],
+            started_at=started_at,
+            finished_at=time.time(),
+            phases_s=reply.phases.model_dump() if reply is not None else {},
+            agent_metrics=dict(reply.agent_metrics) if reply is not None else {},
+            cleanup_confirmed=reply.cleanup.confirmed if reply is not None else False,
+        ).check(attempt_id)
+
+    async def close_session(self, attempt_id: str, session_id: str) -> None:
+        """Free the session once its record is stored. Best effort: an idle session expires by itself."""
+        try:
+            await self._http.delete(f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}")
+        except httpx.HTTPError:
+            return
+
+    async def _open_session(self, spec: AttemptSpec, attempt_id: str) -> tuple[str, str]:
+        rollout = self.config.rollout
+        body = {
+            "attempt_id": attempt_id,
+            "group_id": spec.group_id,
+            "task_id": spec.task_id,
+            "sampling": {
+                "temperature": rollout.temperature,
+                "top_p": rollout.top_p,
+                "top_k": rollout.top_k,
+                "max_new_tokens": rollout.max_new_tokens,
+            },
+            "max_seq_len": rollout.max_seq_len,
+            "expected_weight_version": self.weight_version,
+        }
+        url = f"{_spread(self.services.session_urls, attempt_id)}/sessions"
+        response = await self._send("POST", url, body, self.config.deadlines.collect_s, Outcome.SESSION_LOST)
+        reply = orjson.loads(response.content)
+        return reply["session_id"], reply["base_url"]
+
+    async def _run(self, spec: AttemptSpec, attempt_id: str, base_url: str) -> RunReply:
+        config, deadlines = self.config, self.config.deadlines
+        request = RunRequest(
+            instance_id=spec.task_id,
+            task_dir=spec.task_dir,
+            attempt_id=attempt_id,
+            group_id=spec.group_id,
+            run=config.run,
+            step=self.step,
+            base_url=base_url,
+            max_seq_len=config.rollout.max_seq_len,
+            limits=SandboxLimits(
+                memory_mb=config.sandbox.memory_mb,
+                pids=config.sandbox.pids,
+                cpus=config.sandbox.cpus,
+                file_size_mb=config.sandbox.file_size_mb,
+                output_bytes=config.sandbox.output_bytes,
+            ),
+            max_turns=config.rollout.max_turns,
+            queue_timeout_s=deadlines.queue_s,
+            setup_timeout_s=deadlines.setup_s,
+            agent_timeout_s=deadlines.agent_s,
+            verifier_timeout_s=deadlines.verifier_s,
+            deadline_s=deadlines.client_s,
+        )
+        url = f"{_spread(self.services.sandbox_urls, attempt_id)}/run"
+        body = request.model_dump(mode="json")
+        response = await self._send("POST", url, body, deadlines.client_s, Outcome.SANDBOX_LOST)
+        try:
+            return RunReply.model_validate(orjson.loads(response.content))
+        except (orjson.JSONDecodeError, ValidationError) as error:
+            raise _Lost(Outcome.UNCLASSIFIED, f"sandbox server's reply is malformed: {error}"[:500]) from None
+
+    async def _merged(self, attempt_id: str, session_id: str) -> MergedSample:
+        url = f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}/merged"
+        response = await self._send("GET", url, None, self.config.deadlines.collect_s, Outcome.SESSION_LOST)
+        try:
+            return MergedSample.from_wire(unpack(response.content, url), url)
+        except CorruptObject as error:
+            raise _Lost(Outcome.SESSION_LOST, str(error)) from None
+
+    async def _send(
+        self, method: str, url: str, body: dict | None, timeout_s: float, lost_as: Outcome
+    ) -> httpx.Response:
+        """One request; a refused connection is tried again for a moment (a restarting server), nothing else is."""
+        content = orjson.dumps(body) if body is not None else None
+        headers = {"content-type": "application/json"} if content is not None else {}
+        for attempt in range(_CONNECT_TRIES):
+            try:
+                response = await self._http.request(
+                    method, url, content=content, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0)
+                )
+            except httpx.ConnectError as error:
+                if attempt + 1 < _CONNECT_TRIES:
+                    await asyncio.sleep(_CONNECT_PAUSE_S * 2**attempt)
+                    continue
+                raise _Lost(lost_as, f"{url} refuses connections ({error})") from None
+            except httpx.HTTPError as error:
+                raise _Lost(lost_as, f"{url}: {type(error).__name__} after at most {timeout_s:g} s") from None
+            if response.status_code >= 300:
+                raise _Lost(lost_as, f"{url} answered {response.status_code}: {response.text[:200]}")
+            return response
+        raise _Lost(lost_as, f"{url} refuses connections")
+
+
+async def roll_out_slot(
+    client: RolloutClient,
+    spec: AttemptSpec,
+    earlier: list[AttemptRecord],
+    keep: Callable[[AttemptRecord], None],
+) -> None:
+    """Bring one planned attempt to its end: tries until one has a verdict or the infra budget is spent.
+
+    `earlier` holds the tries an earlier, killed run of the wave already stored, in order; `keep` stores a record
+    (blocking; called in a thread) and only then is its session closed.
+    """
+    tries = list(earlier)
+    while not tries or (tries[-1].outcome not in HAS_VERDICT and len(tries) <= client.config.rollout.infra_retries):
+        record = await client.attempt(spec, len(tries))
+        await asyncio.to_thread(keep, record)
+        if record.session_id:
+            await client.close_session(record.attempt_id, record.session_id)
+        tries.append(record)

@@ -1,0 +1,90 @@
+"""The few calls the command line makes to Prefect's HTTP API.
+
+rl360 never imports prefect (flows and tasks do): triggering and watching a flow run needs five requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from rl360.errors import Rl360Error, ServiceError
+
+_TIMEOUT_S = 20.0
+ACTIVE = ("SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED")
+TERMINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+@dataclass(frozen=True)
+class FlowRun:
+    """One flow run as the API describes it."""
+
+    id: str
+    name: str
+    state: str
+    state_name: str
+    message: str
+    parameters: dict[str, Any]
+
+
+class PrefectApi:
+    """A synchronous client of one Prefect server."""
+
+    def __init__(self, api_url: str, ui_url: str) -> None:
+        self.ui_url = ui_url
+        self._http = httpx.Client(base_url=api_url.rstrip("/"), timeout=_TIMEOUT_S)
+
+    def trigger(self, deployment: str, parameters: dict[str, Any], tags: list[str] | None = None) -> FlowRun:
+        """Create a flow run of `flow/deployment`; parameters the form would refuse are refused here too."""
+        found = self._call("GET", f"/deployments/name/{deployment}")
+        body = {"parameters": parameters, "tags": tags or []}
+        return _flow_run(self._call("POST", f"/deployments/{found['id']}/create_flow_run", body))
+
+    def flow_run(self, flow_run_id: str) -> FlowRun:
+        return _flow_run(self._call("GET", f"/flow_runs/{flow_run_id}"))
+
+    def active(self, deployment_prefix: str = "") -> list[FlowRun]:
+        """Deployment-made flow runs that have not ended, newest first."""
+        body = {
+            "flow_runs": {"state": {"type": {"any_": list(ACTIVE)}}, "parent_task_run_id": {"is_null_": True}},
+            "sort": "START_TIME_DESC",
+            "limit": 200,
+        }
+        runs = [_flow_run(item) for item in self._call("POST", "/flow_runs/filter", body)]
+        return [run for run in runs if run.name.startswith(deployment_prefix)]
+
+    def set_state(self, flow_run_id: str, state: str, message: str) -> None:
+        """Force a flow run's state: for runs whose process is known to be gone."""
+        body = {"state": {"type": state, "name": state.title(), "message": message}, "force": True}
+        self._call("POST", f"/flow_runs/{flow_run_id}/set_state", body)
+
+    def run_url(self, flow_run_id: str) -> str:
+        return f"{self.ui_url.rstrip('/')}/runs/flow-run/{flow_run_id}"
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise ServiceError(
+                f"Prefect at {self._http.base_url} did not answer {method} {path} ({type(error).__name__}); "
+                "is it up? try `rl360 status`"
+            ) from None
+        if response.status_code == 404:
+            raise Rl360Error(f"Prefect knows nothing at {path}; `rl360 up` makes the deployments")
+        if response.status_code >= 300:
+            raise ServiceError(f"Prefect answered {response.status_code} to {method} {path}: {response.text[:300]}")
+        return response.json() if response.content else None
+
+
+def _flow_run(item: dict[str, Any]) -> FlowRun:
+    state = item.get("state") or {}
+    return FlowRun(
+        id=item["id"],
+        name=item.get("name") or "",
+        state=item.get("state_type") or "",
+        state_name=item.get("state_name") or "",
+        message=state.get("message") or "",
+        parameters=item.get("parameters") or {},
+    )

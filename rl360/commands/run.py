@@ -1,0 +1,168 @@
+"""`rl360 run`: start, resume, watch and list runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from rl360.config.freeze import load_frozen
+from rl360.config.run import RunConfig
+from rl360.config.services import Services, load_services
+from rl360.errors import BadInput, Rl360Error
+
+app = typer.Typer(no_args_is_help=True, help="Start, resume, watch and list runs.")
+
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", "-s", help="One field, e.g. -s rollout.wave_size=32. Repeatable.")
+]
+FollowOption = Annotated[bool, typer.Option(help="Watch the run in the terminal until it ends.")]
+
+
+def register(root: typer.Typer) -> None:
+    """Add `rl360 run` to the command line."""
+    root.add_typer(app, name="run")
+
+
+def read_config(path: Path | None, fields: list[str] | None, **overrides: Any) -> RunConfig:
+    """A config from a JSON or YAML file, `--set a.b=value` fields and named overrides (None: not given)."""
+    value: dict[str, Any] = {}
+    if path is not None:
+        import yaml
+
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise BadInput(f"cannot read config {path}: {' '.join(str(error).split())}") from None
+        if not isinstance(loaded, dict):
+            raise BadInput(f"config {path} holds {type(loaded).__name__}, expected a map of fields")
+        value = loaded
+    for item in fields or []:
+        name, equals, text = item.partition("=")
+        if not equals or not name:
+            raise BadInput(f"--set {item!r}: write it as field=value, e.g. rollout.wave_size=32")
+        *path_parts, last = name.split(".")
+        section = value
+        for part in path_parts:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise BadInput(f"--set {item!r}: {part} is a value, not a section")
+        try:
+            section[last] = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            section[last] = text
+    value.update({key: item for key, item in overrides.items() if item is not None})
+    return RunConfig.parse(value, where=str(path) if path else "config")
+
+
+@app.command()
+def start(
+    config: Annotated[Path | None, typer.Option(help="JSON or YAML file of a run config.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to reach.")] = None,
+    fields: SetOption = None,
+    follow: FollowOption = True,
+) -> None:
+    """Start a run, or go on with one of the same name and config.
+
+    Example: rl360 run start --name demo --steps 30 -s trainer.lr=0.0003
+    """
+    launch(load_services(), read_config(config, fields, run=name, seed=seed, steps=steps), follow=follow)
+
+
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    steps: Annotated[int | None, typer.Option(help="New number of steps to reach.")] = None,
+    fields: SetOption = None,
+    follow: FollowOption = True,
+) -> None:
+    """Go on with a run where its manifests end, under its own config.
+
+    Operational fields (pace, deadlines, steps) may be changed with --set. Example: rl360 run resume demo --steps 60
+    """
+    from rl360.store.object_store import ObjectStore
+
+    services = load_services()
+    frozen = load_frozen(ObjectStore.from_services(services), run)
+    value = frozen.model_dump(mode="json")
+    changed = read_config(None, fields, run=run, steps=steps).model_dump(mode="json", exclude_unset=True)
+    launch(services, RunConfig.parse(_merge(value, changed)), follow=follow)
+
+
+@app.command("list")
+def list_(json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """List the runs in the store, oldest first. Example: rl360 run list --json"""
+    from rl360.ledger.read import list_runs
+    from rl360.store.object_store import ObjectStore
+
+    runs = list_runs(ObjectStore.from_services(load_services()))
+    if json:
+        typer.echo(orjson.dumps(runs).decode())
+        return
+    if not runs:
+        typer.echo("no runs yet; start one with `rl360 run start`")
+    for row in runs:
+        typer.echo(f"{row['run']:<42} {row['steps']:>6} steps  {row['state']}")
+
+
+@app.command()
+def watch(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
+    """Watch a run in the terminal until it ends; leaving (Ctrl-C) does not stop it. Example: rl360 run watch demo"""
+    from rl360.commands.follow import follow as follow_run
+    from rl360.store.object_store import ObjectStore
+
+    services = load_services()
+    config = load_frozen(ObjectStore.from_services(services), run)
+    active = [item for item in _api(services).active() if _run_of(item.parameters) == run]
+    follow_run(services, config, active[0].id if active else None)
+
+
+@app.command()
+def cancel(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
+    """Cancel a run's flow. What is committed stays; `rl360 run resume` goes on later. Example: rl360 run cancel demo"""
+    api = _api(load_services())
+    active = [item for item in api.active() if _run_of(item.parameters) == run]
+    if not active:
+        raise Rl360Error(f"run {run} has no active flow run; `rl360 run list` shows the runs")
+    for item in active:
+        api.set_state(item.id, "CANCELLING", "cancelled from the command line")
+        typer.echo(f"cancelling {item.name} ({api.run_url(item.id)})")
+
+
+def launch(services: Services, config: RunConfig, *, follow: bool) -> None:
+    """Trigger the `rl_run` deployment and, when asked, watch it to its end (exit 1 unless it completed)."""
+    from rl360.commands.follow import follow as follow_run
+
+    api = _api(services)
+    busy = [item for item in api.active() if _run_of(item.parameters) == config.run]
+    if busy:
+        raise Rl360Error(
+            f"run {config.run} is already active as flow run {busy[0].name} ({busy[0].state_name}): watch it with "
+            f"`rl360 run watch {config.run}`, or cancel it with `rl360 run cancel {config.run}`"
+        )
+    flow_run = api.trigger("rl_run/local", {"config": config.model_dump(mode="json")})
+    typer.echo(f"run {config.run}: flow run {flow_run.name}  {api.run_url(flow_run.id)}")
+    if follow:
+        follow_run(services, config, flow_run.id)
+
+
+def _api(services: Services) -> Any:
+    from rl360.commands.prefect_api import PrefectApi
+
+    return PrefectApi(services.prefect_api_url, services.prefect_ui_url)
+
+
+def _run_of(parameters: dict[str, Any]) -> str:
+    config = parameters.get("config")
+    return str(config.get("run", "")) if isinstance(config, dict) else ""
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, item in changes.items():
+        out[key] = _merge(out[key], item) if isinstance(item, dict) and isinstance(out.get(key), dict) else item
+    return out

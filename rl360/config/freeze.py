@@ -1,0 +1,42 @@
+"""Freezing a run's config: `config.json` is written once; a later start under another one is refused."""
+
+from __future__ import annotations
+
+from rl360.config.run import RunConfig, frozen_differences
+from rl360.errors import BadInput
+from rl360.store.layout import run_config_key
+from rl360.store.object_store import ObjectStore
+
+
+def freeze_config(store: ObjectStore, config: RunConfig, *, default_model: str) -> RunConfig:
+    """Write the config of a new run, or check it against the frozen one.
+
+    An empty `model.path` means the frozen path, and for a new run `default_model`. Returns the config to work with:
+    frozen fields as frozen, operational fields as given. `BadInput` lists every other difference.
+    """
+    key = run_config_key(config.run)
+    resolved = _with_model(config, config.model.path or default_model)
+    if store.put_once(key, resolved.to_json()):
+        return resolved
+    frozen = load_frozen(store, config.run)
+    wanted = _with_model(config, config.model.path or frozen.model.path)
+    if differences := frozen_differences(frozen, wanted):
+        raise BadInput(
+            f"run {config.run} was started under another config ({'; '.join(differences)}); "
+            "resume it with its own config (`rl360 run resume`) or start a run under another name"
+        )
+    return wanted
+
+
+def load_frozen(store: ObjectStore, run: str) -> RunConfig:
+    """The config a run was started with; `BadInput` when there is no such run."""
+    key = run_config_key(run)
+    try:
+        data = store.get(key)
+    except KeyError:
+        raise BadInput(f"no run {run!r} in bucket {store.bucket}; `rl360 run list` shows what there is") from None
+    return RunConfig.parse(data, where=key)
+
+
+def _with_model(config: RunConfig, path: str) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})

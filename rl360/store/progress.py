@@ -1,0 +1,37 @@
+"""How far a run is, read from its manifests alone: they, not any process's memory, say what is done."""
+
+from __future__ import annotations
+
+from rl360.store.layout import check_run, manifest_key
+from rl360.store.manifest import read_manifest
+from rl360.store.object_store import ObjectStore
+
+LAST_TASK = "report"
+
+
+def step_folders(store: ObjectStore, run: str) -> list[int]:
+    """Steps of which anything is stored, ascending."""
+    return [int(name) for name in store.list_folders(f"{check_run(run)}/steps/") if name.isdigit()]
+
+
+def finished_steps(store: ObjectStore, run: str) -> list[int]:
+    """Steps whose last task has committed, ascending."""
+    return [step for step in step_folders(store, run) if store.exists(manifest_key(run, step, LAST_TASK))]
+
+
+def next_step(store: ObjectStore, run: str) -> int:
+    """The first step that is not finished: where a run starts or goes on."""
+    for step in reversed(step_folders(store, run)):
+        if store.exists(manifest_key(run, step, LAST_TASK)):
+            return step + 1
+    return 0
+
+
+def weight_version(store: ObjectStore, run: str, step: int) -> str:
+    """The version `step` samples from: `run:k` with k optimizer steps applied before it."""
+    if step == 0:
+        return f"{run}:0"
+    trained = read_manifest(store, run, step - 1, "train")
+    if trained is None:
+        raise KeyError(manifest_key(run, step - 1, "train"))
+    return f"{run}:{trained.info['version_after']}"

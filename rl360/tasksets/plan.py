@@ -1,0 +1,61 @@
+"""The plan of a step: which tasks are drawn, as which groups, their attempts laid out in waves.
+
+A group is a draw: the same task drawn twice gives two groups. All attempts of a group are in one wave where the wave
+is large enough, so that they share their prompt in one engine's prefix cache and finish together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rl360.agents.rollout import AttemptSpec
+from rl360.config.run import RunConfig
+from rl360.errors import CorruptObject
+from rl360.tasksets.taskset import TaskSet, draw
+
+PLAN_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """groups: group id -> task id, in draw order; waves: the attempts of each wave."""
+
+    groups: dict[str, str]
+    waves: list[list[AttemptSpec]]
+
+    @property
+    def attempts(self) -> int:
+        return sum(len(wave) for wave in self.waves)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "schema_version": PLAN_SCHEMA,
+            "groups": self.groups,
+            "waves": [[asdict(spec) for spec in wave] for wave in self.waves],
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Any, key: str) -> StepPlan:
+        if not isinstance(wire, dict) or wire.get("schema_version") != PLAN_SCHEMA:
+            raise CorruptObject(key, f"is not a step plan of schema {PLAN_SCHEMA}")
+        try:
+            return cls(wire["groups"], [[AttemptSpec(**spec) for spec in wave] for wave in wire["waves"]])
+        except (KeyError, TypeError) as error:
+            raise CorruptObject(key, f"step plan lacks or misspells a field ({error})") from None
+
+
+def plan_step(taskset: TaskSet, config: RunConfig, step: int) -> StepPlan:
+    """Draw `groups_per_step` tasks and lay out their attempts in waves of `wave_size`."""
+    groups: dict[str, str] = {}
+    specs: list[AttemptSpec] = []
+    for index, task_id in enumerate(draw(taskset, config.seed, step, config.taskset.groups_per_step)):
+        group_id = f"s{step:06}-g{index:03}"
+        groups[group_id] = task_id
+        task = taskset.tasks[task_id]
+        specs.extend(
+            AttemptSpec(f"{group_id}-a{slot:02}", group_id, task_id, str(task.path), taskset.domain(task_id))
+            for slot in range(config.taskset.attempts_per_group)
+        )
+    size = config.rollout.wave_size
+    return StepPlan(groups, [specs[start : start + size] for start in range(0, len(specs), size)])

@@ -1,0 +1,18 @@
+"""Open a run: freeze its config, or refuse a different one; say which step is next."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from rl360.config.freeze import freeze_config
+from rl360.config.run import RunConfig
+from rl360.store.progress import next_step
+from tasks.durable import RULES, open_job
+
+
+@task(name="open_run", **RULES)
+def open_run(config: RunConfig, step: int | None) -> tuple[RunConfig, int]:
+    """The frozen config with this call's operational fields, and `step` or else the first one not finished."""
+    job = open_job(config, step or 0, "open_run")
+    frozen = freeze_config(job.store, config, default_model=job.services.model_dir)
+    return frozen, next_step(job.store, config.run) if step is None else step

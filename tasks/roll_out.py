@@ -1,0 +1,85 @@
+"""Roll out one wave: every attempt of it to a stored record. One Prefect task per wave, never one per attempt.
+
+A wave that runs again reads the records it already stored and launches only what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+from prefect import task
+
+from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
+from rl360.config.run import RunConfig
+from rl360.sessions.sample import AttemptRecord
+from rl360.store.codec import pack, unpack
+from rl360.store.layout import attempt_key, step_key
+from rl360.store.manifest import Manifest, ObjectRef, get_object, put_object
+from rl360.tasksets.plan import StepPlan
+from tasks.durable import RULES, Job, Produced, once
+
+
+def wave_task(wave: int) -> str:
+    """The manifest name of one wave."""
+    return f"roll_out-{wave:04}"
+
+
+@task(name="roll_out", task_run_name="roll_out wave {wave}", **RULES)
+def roll_out(config: RunConfig, step: int, wave: int, weight_version: str) -> Manifest:
+    """Run the wave's attempts against the engines at `weight_version`; write one record per try."""
+    return once(config, step, wave_task(wave), lambda job: _roll_out(job, wave, weight_version))
+
+
+def load_plan(job: Job) -> StepPlan:
+    """The committed plan of the step."""
+    ref = job.manifest("sample_groups").objects[0]
+    return StepPlan.from_wire(unpack(get_object(job.store, ref), ref.key), ref.key)
+
+
+def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
+    specs = load_plan(job).waves[wave]
+    refs, records = _stored(job, wave)
+    if records:
+        job.log.info("wave %d: %d records of an earlier try are kept", wave, len(records))
+    started_at = time.monotonic()
+    asyncio.run(_run_wave(job, wave, specs, weight_version, refs, records))
+    outcomes = Counter(str(record.outcome) for record in records.values())
+    job.log.info(
+        "wave %d: %d attempts in %.1f s: %s", wave, len(records), time.monotonic() - started_at, dict(outcomes)
+    )
+    return Produced(objects=[refs[key] for key in sorted(refs)], counts=dict(outcomes))
+
+
+def _stored(job: Job, wave: int) -> tuple[dict[str, ObjectRef], dict[str, AttemptRecord]]:
+    refs: dict[str, ObjectRef] = {}
+    records: dict[str, AttemptRecord] = {}
+    for key in job.store.list(step_key(job.run, job.step, f"attempts/{wave:04}/")):
+        data = job.store.get_required(key)
+        record = AttemptRecord.from_wire(unpack(data, key), key)
+        refs[record.attempt_id] = put_object(job.store, key, data)
+        records[record.attempt_id] = record
+    return refs, records
+
+
+async def _run_wave(
+    job: Job,
+    wave: int,
+    specs: list[AttemptSpec],
+    weight_version: str,
+    refs: dict[str, ObjectRef],
+    records: dict[str, AttemptRecord],
+) -> None:
+    def keep(record: AttemptRecord) -> None:
+        key = attempt_key(job.run, job.step, wave, record.attempt_id)
+        refs[record.attempt_id] = put_object(job.store, key, pack(record.to_wire()))
+        records[record.attempt_id] = record
+
+    async with RolloutClient(job.services, job.config, job.step, weight_version) as client:
+        async with asyncio.TaskGroup() as group:
+            for spec in specs:
+                earlier = []
+                while (stored := records.get(spec.attempt_id(len(earlier)))) is not None:
+                    earlier.append(stored)
+                group.create_task(roll_out_slot(client, spec, earlier, keep))

@@ -1,0 +1,26 @@
+"""Draw the step's tasks and plan its attempts and waves. Pure in (seed, step, task set): a resume draws the same."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from rl360.config.run import RunConfig
+from rl360.store.codec import pack
+from rl360.store.layout import step_key
+from rl360.store.manifest import Manifest, put_object
+from rl360.tasksets.plan import plan_step
+from rl360.tasksets.taskset import load_taskset
+from tasks.durable import RULES, Job, Produced, once
+
+
+@task(name="sample_groups", **RULES)
+def sample_groups(config: RunConfig, step: int) -> Manifest:
+    """Write `groups.msgpack`: groups, and their attempts laid out in waves."""
+    return once(config, step, "sample_groups", _sample)
+
+
+def _sample(job: Job) -> Produced:
+    plan = plan_step(load_taskset(job.config.taskset.path), job.config, job.step)
+    ref = put_object(job.store, step_key(job.run, job.step, "groups.msgpack"), pack(plan.to_wire()))
+    counts = {"groups": len(plan.groups), "attempts": plan.attempts, "waves": len(plan.waves)}
+    return Produced(objects=[ref], counts=counts)
