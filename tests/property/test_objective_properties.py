@@ -56,7 +56,7 @@ def run_filter(attempts: list[AttemptRecord], config: ObjectiveConfig) -> Filter
 
 
 def batch_tensors(result: FilterResult) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New log-probs (a fixed offset from the rollout's), rollout log-probs, advantages, mask; float64 `[all tokens]`."""
+    """New log-probs (a fixed offset from the rollout's), rollout log-probs, advantages, mask: `[all tokens]`."""
     samples = [record.sample for record in result.kept if record.sample is not None]
     if not samples:
         empty = torch.zeros(0, dtype=torch.float64)

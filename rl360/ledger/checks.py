@@ -1,0 +1,117 @@
+"""The sums that must hold in a ledger. Each check names both sides, so a broken book says what it disagrees about.
+
+`check_ledger` computes all of them from a stored ledger, for a person to see; `refuse_broken` raises on the first
+that does not hold, so books that do not balance are never written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl360.errors import Rl360Error
+from rl360.ledger.outcomes import HAS_VERDICT, Bucket
+
+if TYPE_CHECKING:
+    from rl360.ledger.step import AttemptRow, StepLedger
+
+WEIGHT_RTOL = 1e-6
+
+
+class LedgerBroken(Rl360Error):
+    """A sum of a step's ledger does not hold: something was lost, counted twice, or trained without being booked."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One sum: `left` (named) against `right` (named). `detail` names the first attempt at fault, if one is."""
+
+    name: str
+    left_name: str
+    left: float
+    right_name: str
+    right: float
+    holds: bool
+    detail: str = ""
+
+    def line(self) -> str:
+        relation = "=" if self.holds else "!="
+        text = f"{self.left_name} {_number(self.left)} {relation} {self.right_name} {_number(self.right)}"
+        return f"{text} ({self.detail})" if self.detail else text
+
+
+def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> list[Check]:
+    """All checks of one step. `trained_before`: attempt ids that earlier steps of the run trained."""
+    return list(_checks(ledger, trained_before))
+
+
+def refuse_broken(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> None:
+    """Raise `LedgerBroken` for the first check that does not hold."""
+    for check in _checks(ledger, trained_before):
+        if not check.holds:
+            raise LedgerBroken(f"{ledger.run} step {ledger.step}: {check.name}: {check.line()}")
+
+
+def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Check]:
+    rows = ledger.attempts
+    ids = Counter(row.attempt_id for row in rows)
+    twice = next((attempt_id for attempt_id, count in ids.items() if count > 1), "")
+    yield _equal("one outcome per attempt", "rows", len(rows), "distinct attempts", len(ids), twice)
+    fault = _first(rows, lambda row: (row.reward is not None) != (row.outcome in HAS_VERDICT))
+    verdicts = sum(row.outcome in HAS_VERDICT for row in rows)
+    rewards = sum(row.reward is not None for row in rows)
+    yield _equal("a reward exactly where a verdict is", "rewards", rewards, "verdicts", verdicts, fault)
+
+    booked = sum(sum(row.tokens.values()) for row in rows)
+    sampled = sum(row.sampled_tokens for row in rows)
+    fault = _first(rows, lambda row: sum(row.tokens.values()) != row.sampled_tokens)
+    yield _equal("every sampled token in one bucket", "tokens in buckets", booked, "tokens sampled", sampled, fault)
+    yield _engine_check(rows)
+
+    trained = sum(row.tokens.get(Bucket.TRAINED, 0) for row in rows)
+    fault = _first(rows, lambda row: row.trains != (row.tokens.get(Bucket.TRAINED, 0) > 0))
+    train = ledger.train
+    yield _equal("trained samples", "booked", len(ledger.trained_ids), "trainer", train.trained_samples, fault)
+    yield _equal("trained tokens", "booked", trained, "trainer", train.trained_tokens)
+    weights = math.fsum(row.loss_weight for row in rows)
+    holds = math.isclose(weights, train.loss_weight_sum, rel_tol=WEIGHT_RTOL, abs_tol=0.0)
+    yield Check("loss weights", "booked", weights, "trainer", float(train.loss_weight_sum), holds)
+    if trained == 0:
+        steps = 0 if train.status == "empty" and train.loss is None else 1
+        yield _equal("nothing trained, no optimizer step", "optimizer steps", steps, "expected", 0)
+    again = sorted(set(ledger.trained_ids) & set(trained_before))
+    yield _equal("trained once", "trained in an earlier step too", len(again), "allowed", 0, again[0] if again else "")
+
+
+def _engine_check(rows: tuple[AttemptRow, ...]) -> Check:
+    """What the engine's replies to the agent add up to, against what the session recorded, per attempt.
+
+    A session may hold more than its agent saw (the agent was stopped while a turn was being sampled), never less:
+    less would be tokens the engine sampled that nobody accounts for.
+    """
+    compared = [(row, row.agent_tokens) for row in rows if row.agent_tokens is not None and row.has_sample]
+    lost = [row.attempt_id for row, agent_tokens in compared if agent_tokens > row.sampled_tokens]
+    unseen = sum(max(0, row.sampled_tokens - agent_tokens) for row, agent_tokens in compared)
+    detail = (
+        f"{len(compared)} attempts compared with what their agents received; {unseen} sampled tokens reached no agent"
+    )
+    return Check(
+        "no token lost", "attempts short of tokens", len(lost), "allowed", 0, not lost, lost[0] if lost else detail
+    )
+
+
+def _equal(name: str, left_name: str, left: int, right_name: str, right: int, fault: str = "") -> Check:
+    """Both sides equal and no single attempt at fault (faults of opposite sign could cancel in the sums)."""
+    detail = f"e.g. attempt {fault}" if fault else ""
+    return Check(name, left_name, left, right_name, right, left == right and not fault, detail)
+
+
+def _first(rows: tuple[AttemptRow, ...], at_fault: Callable[[AttemptRow], bool]) -> str:
+    return next((row.attempt_id for row in rows if at_fault(row)), "")
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.9g}"

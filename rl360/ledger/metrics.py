@@ -1,0 +1,195 @@
+"""Every figure a person sees of a step, computed from its ledger. Formulas: docs/metrics.md.
+
+All functions are pure. A mean over nothing is None, never 0: a step without a verdict has no reward, not a bad one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl360.ledger.outcomes import HAS_VERDICT, INFRA, SAMPLED, Bucket, Outcome
+
+if TYPE_CHECKING:
+    from rl360.ledger.step import AttemptRow, StepLedger
+
+GROUP_FATES = ("trained", "all_pass", "all_fail", "agree_between", "insufficient_valid", "dropped", "infra")
+PASS_REWARD = 1.0
+FAIL_REWARD = 0.0
+
+
+def outcome_counts(ledger: StepLedger) -> dict[str, int]:
+    """Attempts by outcome, in the order of `Outcome`, zero counts left out."""
+    counts = Counter(row.outcome for row in ledger.attempts)
+    return {outcome.value: counts[outcome] for outcome in Outcome if counts[outcome]}
+
+
+def token_counts(ledger: StepLedger) -> dict[str, int]:
+    """Sampled tokens by bucket, zero counts left out; the values sum to `sampled_tokens`."""
+    return _summed((row.tokens for row in ledger.attempts), SAMPLED)
+
+
+def context_counts(ledger: StepLedger) -> dict[str, int]:
+    """Tokens nobody sampled: prompt and observation."""
+    return _summed((row.context for row in ledger.attempts), (Bucket.PROMPT, Bucket.OBSERVATION))
+
+
+def sampled_tokens(ledger: StepLedger) -> int:
+    return sum(row.sampled_tokens for row in ledger.attempts)
+
+
+def group_fates(ledger: StepLedger) -> dict[str, str]:
+    """What became of each group, by group id: one of `GROUP_FATES`.
+
+    A group that trained at least one attempt is `trained`. One whose verdicts agreed is named by the reward they
+    agreed on: `all_pass` (>= 1), `all_fail` (<= 0) or `agree_between`. `insufficient_valid` had one verdict, `infra`
+    none; `dropped` disagreed but none of its samples could train (stale, over length, broken).
+    """
+    groups: dict[str, list[AttemptRow]] = defaultdict(list)
+    for row in ledger.attempts:
+        groups[row.group_id].append(row)
+    return {group_id: _fate(rows) for group_id, rows in groups.items()}
+
+
+def group_counts(ledger: StepLedger) -> dict[str, int]:
+    """Groups in all and by fate; the fates sum to `total`."""
+    counts = Counter(group_fates(ledger).values())
+    return {"total": sum(counts.values()), **{fate: counts[fate] for fate in GROUP_FATES}}
+
+
+def reward_metrics(ledger: StepLedger) -> dict[str, Any]:
+    """Reward before and after the filter, and the share of attempts that have none."""
+    valid = [row for row in ledger.attempts if row.reward is not None]
+    domains: dict[str, list[float]] = defaultdict(list)
+    for row in valid:
+        domains[row.domain].append(row.reward or 0.0)
+    return {
+        "unfiltered_mean_valid": mean([row.reward or 0.0 for row in valid]),
+        "kept_mean": mean([row.reward or 0.0 for row in valid if row.trains]),
+        "infra_rate": _share(len(ledger.attempts) - len(valid), len(ledger.attempts)),
+        "by_domain": {domain: mean(rewards) for domain, rewards in sorted(domains.items())},
+    }
+
+
+def truncation_share(ledger: StepLedger) -> float | None:
+    """Share of valid attempts that were cut by a length limit."""
+    valid = [row for row in ledger.attempts if row.outcome in HAS_VERDICT]
+    return _share(sum(row.truncated for row in valid), len(valid))
+
+
+def losses_by_cause(ledger: StepLedger) -> list[dict[str, Any]]:
+    """What infrastructure cost: per infra outcome the attempts, their seconds and their sampled tokens, worst first."""
+    rows: dict[Outcome, list[AttemptRow]] = defaultdict(list)
+    for row in ledger.attempts:
+        if row.outcome in INFRA:
+            rows[row.outcome].append(row)
+    causes = [
+        {
+            "cause": outcome.value,
+            "attempts": len(lost),
+            "seconds": sum(row.seconds for row in lost),
+            "sampled_tokens": sum(row.sampled_tokens for row in lost),
+        }
+        for outcome, lost in rows.items()
+    ]
+    return sorted(causes, key=lambda cause: (-cause["attempts"], cause["cause"]))
+
+
+def attempt_bars(ledger: StepLedger) -> dict[str, int]:
+    """Every attempt in one of the classes the picture stacks; sums to the number of attempts.
+
+    `trained_pass` and `trained_fail` trained (a pass is a reward >= 1); `all_pass` and `all_fail` are valid attempts of
+    groups that agreed there; `infra` has no verdict; `other` is valid and dropped for another reason.
+    """
+    fates = group_fates(ledger)
+    bars = Counter(_bar(row, fates[row.group_id]) for row in ledger.attempts)
+    return {name: bars[name] for name in ("trained_pass", "trained_fail", "all_pass", "all_fail", "other", "infra")}
+
+
+def attempt_phases(ledger: StepLedger) -> dict[str, float]:
+    """Mean seconds per attempt in each phase of `/run`, over the attempts that report phases."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for row in ledger.attempts:
+        for name, value in row.phases_s.items():
+            seconds[name].append(value)
+    return {name: sum(values) / len(values) for name, values in seconds.items()}
+
+
+def step_json(ledger: StepLedger) -> dict[str, Any]:
+    """One entry of `rl360 ledger RUN --json`."""
+    return {
+        "step": ledger.step,
+        "attempts": len(ledger.attempts),
+        "outcomes": outcome_counts(ledger),
+        "groups": group_counts(ledger),
+        "sampled_tokens": sampled_tokens(ledger),
+        "tokens": token_counts(ledger),
+        "context_tokens": context_counts(ledger),
+        "trained_samples": ledger.train.trained_samples,
+        "loss_weight_sum": ledger.train.loss_weight_sum,
+        "loss": ledger.train.loss,
+        "grad_norm": ledger.train.grad_norm,
+        "entropy": ledger.train.entropy,
+        "version_after": ledger.train.version_after,
+        "weights_digest": ledger.train.weights_digest,
+        "truncation_share": truncation_share(ledger),
+        "reward": reward_metrics(ledger),
+        "losses_by_cause": losses_by_cause(ledger),
+        "push": None
+        if ledger.push is None
+        else {
+            "path": ledger.push.path,
+            "calls_per_engine": ledger.push.calls_per_engine,
+            "bytes": ledger.push.bytes,
+            "paused_s": ledger.push.paused_s,
+            "engines": ledger.push.engines,
+        },
+        "phases_s": dict(ledger.phases_s),
+    }
+
+
+def run_json(run: str, ledgers: Sequence[StepLedger]) -> dict[str, Any]:
+    """What `rl360 ledger RUN --json` prints."""
+    return {"run": run, "steps": [step_json(ledger) for ledger in ledgers]}
+
+
+def rolling_mean(values: Sequence[float | None], window: int) -> list[float | None]:
+    """Mean of the last `window` values that exist, at each position; None where there is none."""
+    return [mean([v for v in values[max(0, end - window) : end] if v is not None]) for end in range(1, len(values) + 1)]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean, None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def _fate(rows: Sequence[AttemptRow]) -> str:
+    buckets = {row.bucket for row in rows}
+    if Bucket.TRAINED in buckets:
+        return "trained"
+    if Bucket.ZERO_DISAGREEMENT in buckets:
+        reward = max(row.reward for row in rows if row.reward is not None)
+        return "all_pass" if reward >= PASS_REWARD else "all_fail" if reward <= FAIL_REWARD else "agree_between"
+    if Bucket.INSUFFICIENT_VALID in buckets:
+        return "insufficient_valid"
+    return "dropped" if any(row.reward is not None for row in rows) else "infra"
+
+
+def _bar(row: AttemptRow, fate: str) -> str:
+    if row.reward is None:
+        return "infra"
+    if row.trains:
+        return "trained_pass" if row.reward >= PASS_REWARD else "trained_fail"
+    return fate if fate in ("all_pass", "all_fail") else "other"
+
+
+def _summed(counts: Iterable[dict[Bucket, int]], order: Iterable[Bucket]) -> dict[str, int]:
+    total: Counter[Bucket] = Counter()
+    for count in counts:
+        total.update(count)
+    return {bucket.value: total[bucket] for bucket in order if total[bucket]}
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,101 @@
+"""Ledgers in the store: write one, read a run's, list the runs. Reads refuse what does not decode (`CorruptObject`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rl360.config.run import RunConfig
+from rl360.errors import BadInput, CorruptObject
+from rl360.ledger.step import StepLedger
+from rl360.store.codec import pack, unpack
+from rl360.store.layout import RUN_PATTERN, check_run, run_config_key, step_key
+from rl360.store.manifest import ObjectRef, put_object, read_manifest
+from rl360.store.object_store import ObjectStore
+
+LEDGER_NAME = "ledger.msgpack"
+FIRST_TASK = "sample_groups"
+_READERS = 8
+
+
+def write_ledger(store: ObjectStore, ledger: StepLedger) -> ObjectRef:
+    """Write the step's ledger once; a ledger that is already there wins and its reference is returned."""
+    return put_object(store, step_key(ledger.run, ledger.step, LEDGER_NAME), pack(ledger.to_wire()))
+
+
+def read_step(store: ObjectStore, run: str, step: int) -> StepLedger:
+    """The ledger of one step; `BadInput` when that step has none."""
+    key = step_key(run, step, LEDGER_NAME)
+    try:
+        data = store.get(key)
+    except KeyError:
+        steps = ledger_steps(store, run)
+        known = f"steps {steps[0]} to {steps[-1]} have one" if steps else "no step of it has one yet"
+        raise BadInput(f"run {run} has no ledger for step {step}; {known}") from None
+    return _decode(data, key, run, step)
+
+
+def read_run(store: ObjectStore, run: str) -> list[StepLedger]:
+    """The ledgers of a run in step order; `BadInput` naming the known runs when there is no such run."""
+    steps = ledger_steps(store, run)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="ledgers") as readers:
+        return list(readers.map(lambda step: read_step(store, run, step), steps))
+
+
+def ledger_steps(store: ObjectStore, run: str) -> list[int]:
+    """The steps of a run that have a ledger, ascending; `BadInput` naming the known runs when there is no such run."""
+    if not store.exists(run_config_key(check_run(run))):
+        known = run_names(store)
+        raise BadInput(f"no run {run!r} in the store; known runs: {', '.join(known) or 'none yet'}")
+    folders = [name for name in store.list_folders(f"{run}/steps/") if name.isdigit()]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="ledgers") as readers:
+        present = list(readers.map(lambda name: store.exists(step_key(run, int(name), LEDGER_NAME)), folders))
+    return [int(name) for name, there in zip(folders, present, strict=True) if there]
+
+
+def trained_before(store: ObjectStore, run: str, step: int) -> frozenset[str]:
+    """The attempt ids that the steps of the run before `step` trained."""
+    steps = [earlier for earlier in ledger_steps(store, run) if earlier < step]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="ledgers") as readers:
+        ledgers = list(readers.map(lambda earlier: read_step(store, run, earlier), steps))
+    return frozenset(attempt_id for ledger in ledgers for attempt_id in ledger.trained_ids)
+
+
+def run_names(store: ObjectStore) -> list[str]:
+    """The runs in the store, by name."""
+    return [
+        name
+        for name in store.list_folders("")
+        if re.fullmatch(RUN_PATTERN, name) and store.exists(run_config_key(name))
+    ]
+
+
+def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
+    """The runs of the store, oldest first: `run`, `steps` (ledgers written), `state`, `target_steps`, `started_at`.
+
+    `started_at` is when the first task of the first step began, unix seconds; None (sorted last) before that.
+    `state` is what the store can prove: `new` (no step closed), `open` (fewer steps closed than the config asks for)
+    or `done`. Whether a flow is at work right now only Prefect knows.
+    """
+    runs = [_describe(store, run) for run in run_names(store)]
+    return sorted(runs, key=lambda entry: (entry["started_at"] or math.inf, entry["run"]))
+
+
+def _describe(store: ObjectStore, run: str) -> dict[str, Any]:
+    key = run_config_key(run)
+    target = RunConfig.parse(store.get_required(key), key).steps
+    steps = ledger_steps(store, run)
+    state = "new" if not steps else "open" if len(steps) < target else "done"
+    folders = [name for name in store.list_folders(f"{run}/steps/") if name.isdigit()]
+    first = read_manifest(store, run, int(folders[0]), FIRST_TASK) if folders else None
+    started_at = None if first is None else first.started_at
+    return {"run": run, "steps": len(steps), "state": state, "target_steps": target, "started_at": started_at}
+
+
+def _decode(data: bytes, key: str, run: str, step: int) -> StepLedger:
+    ledger = StepLedger.from_wire(unpack(data, key), key)
+    if (ledger.run, ledger.step) != (run, step):
+        raise CorruptObject(key, f"holds the ledger of {ledger.run} step {ledger.step}")
+    return ledger

@@ -1,0 +1,264 @@
+"""The ledger of one step: where every attempt and every sampled token went. Written once, as `ledger.msgpack`.
+
+`build_step_ledger` joins what the rollout recorded, what the filter decided, what the trainer reported and what the
+push did, and refuses (`LedgerBroken`) to write books that do not balance. Everything a person sees - metrics, tables,
+pictures - is computed from this object alone (rl360.ledger.metrics), never from counters kept elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl360.errors import CorruptObject
+from rl360.ledger.checks import LedgerBroken, refuse_broken
+from rl360.ledger.outcomes import NOT_SAMPLED, Bucket, Outcome
+
+if TYPE_CHECKING:
+    from rl360.objective.filters import Decision
+    from rl360.sessions.sample import AttemptRecord, MergedSample
+
+LEDGER_SCHEMA = 1
+# What the agent was told the engine had sampled for it (the usage of each reply, summed).
+AGENT_TOKENS = "completion_tokens"
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    """One attempt in the books.
+
+    tokens: sampled tokens by bucket, sums to `sampled_tokens`; context: tokens by prompt and observation.
+    token_weight: the loss weight of each of its trained tokens (1 / trained tokens of the step), None when it trains
+    nothing; `loss_weight` is their sum. agent_tokens: what the engine's replies to the agent added up to, None when
+    the attempt reported none.
+    """
+
+    attempt_id: str
+    group_id: str
+    task_id: str
+    domain: str
+    try_index: int
+    outcome: Outcome
+    exit_status: str
+    bucket: Bucket
+    reward: float | None
+    advantage: float | None
+    sampled_tokens: int
+    tokens: dict[Bucket, int]
+    context: dict[Bucket, int]
+    agent_tokens: int | None
+    token_weight: float | None
+    loss_weight: float
+    has_sample: bool
+    truncated: bool
+    turns: int
+    seconds: float
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        return self.bucket is Bucket.TRAINED
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What the trainer said of the step. `loss` and the other means are None when nothing trained, never 0."""
+
+    status: str
+    version_after: int
+    loss: float | None
+    grad_norm: float | None
+    trained_samples: int
+    trained_tokens: int
+    loss_weight_sum: float
+    clip_fraction: float | None = None
+    tis_mean: float | None = None
+    mean_abs_dlogp: float | None = None
+    entropy: float | None = None
+    weights_digest: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def from_result(cls, result: Mapping[str, Any]) -> TrainReport:
+        """From the trainer's result (`train.json`); fields the ledger does not keep are ignored."""
+        try:
+            return cls(**{name: result[name] for name in cls.__dataclass_fields__ if name in result})
+        except TypeError as error:
+            raise LedgerBroken(f"the trainer's result lacks a field the ledger needs ({error})") from None
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """How the new weights reached the engines."""
+
+    path: str
+    calls_per_engine: float
+    bytes: int
+    paused_s: float
+    engines: int
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> PushReport:
+        """From the push record (`push.json`); `engines` may be a list of names there."""
+        missing = [name for name in cls.__dataclass_fields__ if name not in record]
+        if missing:
+            raise LedgerBroken(f"the push record lacks {', '.join(missing)}")
+        engines = record["engines"]
+        return cls(
+            path=str(record["path"]),
+            calls_per_engine=record["calls_per_engine"],
+            bytes=int(record["bytes"]),
+            paused_s=float(record["paused_s"]),
+            engines=int(engines) if isinstance(engines, int | float) else len(engines),
+        )
+
+
+@dataclass(frozen=True)
+class StepLedger:
+    """The books of one step. `phases_s` are wall seconds of the step's tasks, in the order they ran."""
+
+    run: str
+    step: int
+    attempts: tuple[AttemptRow, ...]
+    train: TrainReport
+    push: PushReport | None
+    phases_s: dict[str, float]
+
+    @property
+    def trained_ids(self) -> list[str]:
+        return [row.attempt_id for row in self.attempts if row.trains]
+
+    def to_wire(self) -> dict[str, Any]:
+        """A msgpack-ready dict."""
+        return {
+            "schema_version": LEDGER_SCHEMA,
+            "run": self.run,
+            "step": self.step,
+            "attempts": [_row_to_wire(row) for row in self.attempts],
+            "train": asdict(self.train),
+            "push": None if self.push is None else asdict(self.push),
+            "phases_s": dict(self.phases_s),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Any, key: str) -> StepLedger:
+        """Rebuild; `CorruptObject` naming `key` for an unknown schema, a missing field or an unknown name."""
+        if not isinstance(wire, dict) or wire.get("schema_version") != LEDGER_SCHEMA:
+            version = wire.get("schema_version") if isinstance(wire, dict) else type(wire).__name__
+            raise CorruptObject(key, f"ledger schema {version!r}, this rl360 reads {LEDGER_SCHEMA}")
+        try:
+            return cls(
+                run=wire["run"],
+                step=int(wire["step"]),
+                attempts=tuple(_row_from_wire(row) for row in wire["attempts"]),
+                train=TrainReport(**wire["train"]),
+                push=None if wire["push"] is None else PushReport(**wire["push"]),
+                phases_s={str(name): float(seconds) for name, seconds in wire["phases_s"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptObject(key, f"is not a ledger ({type(error).__name__}: {error})") from None
+
+
+def build_step_ledger(
+    *,
+    run: str,
+    step: int,
+    attempts: Sequence[AttemptRecord],
+    decisions: Sequence[Decision],
+    train: Mapping[str, Any],
+    push: Mapping[str, Any] | None,
+    phases_s: Mapping[str, float],
+    trained_before: Collection[str] = frozenset(),
+) -> StepLedger:
+    """Join the step's records into its ledger and check that the books balance.
+
+    attempts: every record of the step, every try of it. decisions: the filter's, one per attempt.
+    train: the trainer's result. push: the push record, None when nothing was pushed.
+    trained_before: attempt ids that earlier steps of the run trained.
+    Raises `LedgerBroken` naming both sides of the first sum that does not hold.
+    """
+    by_id = {decision.attempt_id: decision for decision in decisions}
+    seen = [record.attempt_id for record in attempts]
+    if len(by_id) != len(decisions) or len(set(seen)) != len(seen) or set(by_id) != set(seen):
+        odd = sorted(set(by_id) ^ set(seen))[:3]
+        raise LedgerBroken(
+            f"step {step}: {len(seen)} attempts were recorded and {len(decisions)} decided, and the two differ"
+            f" (e.g. {', '.join(odd) or 'an id twice'}); every attempt needs exactly one decision"
+        )
+    trained_tokens = sum(decision.tokens.get(Bucket.TRAINED, 0) for decision in decisions)
+    weight = 1.0 / trained_tokens if trained_tokens else 0.0
+    rows = [_row(record, by_id[record.attempt_id], weight) for record in attempts]
+    ledger = StepLedger(
+        run=run,
+        step=step,
+        attempts=tuple(sorted(rows, key=lambda row: row.attempt_id)),
+        train=TrainReport.from_result(train),
+        push=None if push is None else PushReport.from_record(push),
+        phases_s={name: float(seconds) for name, seconds in phases_s.items()},
+    )
+    refuse_broken(ledger, trained_before)
+    return ledger
+
+
+def _row(record: AttemptRecord, decision: Decision, weight: float) -> AttemptRow:
+    reward = None if record.verdict is None else record.verdict.reward
+    if (record.outcome, record.group_id, reward) != (decision.outcome, decision.group_id, decision.reward):
+        raise LedgerBroken(
+            f"attempt {record.attempt_id}: recorded as {record.outcome} in {record.group_id} with reward {reward}, "
+            f"decided as {decision.outcome} in {decision.group_id} with reward {decision.reward}"
+        )
+    trained = decision.tokens.get(Bucket.TRAINED, 0)
+    sample = record.sample
+    reported = record.agent_metrics.get(AGENT_TOKENS)
+    return AttemptRow(
+        attempt_id=record.attempt_id,
+        group_id=record.group_id,
+        task_id=record.task_id,
+        domain=record.domain or "none",
+        try_index=record.try_index,
+        outcome=record.outcome,
+        exit_status=record.exit_status,
+        bucket=decision.bucket,
+        reward=reward,
+        advantage=decision.advantage,
+        sampled_tokens=record.sampled_tokens,
+        tokens=dict(decision.tokens),
+        context={} if sample is None else _context_tokens(sample),
+        agent_tokens=None if reported is None else int(reported),
+        token_weight=weight if trained else None,
+        loss_weight=trained * weight,
+        has_sample=sample is not None,
+        truncated=record.outcome is Outcome.TRUNCATED or bool(sample is not None and sample.truncated),
+        turns=0 if sample is None else sample.turns,
+        seconds=max(record.finished_at - record.started_at, sum(record.phases_s.values())),
+        phases_s=dict(record.phases_s),
+    )
+
+
+def _context_tokens(sample: MergedSample) -> dict[Bucket, int]:
+    """Tokens of the trajectory that nobody sampled: before the first sampled id the prompt, after it observations."""
+    sampled_at = np.flatnonzero(sample.loss_mask)
+    prompt = int(sampled_at[0]) if len(sampled_at) else len(sample.tokens)
+    return {Bucket.PROMPT: prompt, Bucket.OBSERVATION: len(sample.tokens) - prompt - len(sampled_at)}
+
+
+def _row_to_wire(row: AttemptRow) -> dict[str, Any]:
+    wire = {name: getattr(row, name) for name in AttemptRow.__dataclass_fields__}
+    wire.update(outcome=row.outcome.value, bucket=row.bucket.value)
+    wire["tokens"] = {bucket.value: count for bucket, count in row.tokens.items()}
+    wire["context"] = {bucket.value: count for bucket, count in row.context.items()}
+    return wire
+
+
+def _row_from_wire(wire: Mapping[str, Any]) -> AttemptRow:
+    fields = dict(wire)
+    fields["outcome"] = Outcome(fields["outcome"])
+    fields["bucket"] = Bucket(fields["bucket"])
+    fields["tokens"] = {Bucket(name): int(count) for name, count in fields["tokens"].items()}
+    fields["context"] = {Bucket(name): int(count) for name, count in fields["context"].items()}
+    if NOT_SAMPLED & fields["tokens"].keys():
+        raise ValueError(f"attempt {fields['attempt_id']} counts unsampled tokens as sampled")
+    return AttemptRow(**fields)

@@ -1,0 +1,107 @@
+"""Every figure by hand from a small ledger."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl360.ledger import metrics
+from rl360.ledger.outcomes import Outcome
+from tests.unit.ledger_data import ledger_of
+from tests.unit.objective_data import attempt
+
+LEDGER = ledger_of(
+    [
+        attempt(0, 0, 1.0),
+        attempt(0, 1, 0.0, outcome=Outcome.TRUNCATED, truncated=True, after_cut=4),
+        attempt(0, 2, None),
+        attempt(1, 0, 1.0, domain="text"),
+        attempt(1, 1, 1.0, domain="text"),
+        attempt(2, 0, 0.0),
+        attempt(2, 1, 0.0),
+        attempt(3, 0, 0.5),
+        attempt(3, 1, 0.5),
+        attempt(4, 0, 1.0),
+        attempt(4, 1, None, sample=False, outcome=Outcome.SESSION_LOST),
+        attempt(5, 0, None, outcome=Outcome.NO_ENGINE, sample=False),
+        attempt(6, 0, 1.0, version="run:4"),
+        attempt(6, 1, 0.0, version="run:4"),
+    ]
+)
+
+
+def test_groups_by_fate() -> None:
+    assert metrics.group_counts(LEDGER) == {
+        "total": 7,
+        "trained": 1,
+        "all_pass": 1,
+        "all_fail": 1,
+        "agree_between": 1,
+        "insufficient_valid": 1,
+        "dropped": 1,
+        "infra": 1,
+    }
+
+
+def test_reward_before_and_after_the_filter() -> None:
+    reward = metrics.reward_metrics(LEDGER)
+    assert reward["unfiltered_mean_valid"] == pytest.approx(6 / 11)
+    assert reward["kept_mean"] == 0.5
+    assert reward["infra_rate"] == pytest.approx(3 / 14)
+    assert reward["by_domain"] == {"files": pytest.approx(4 / 9), "text": 1.0}
+
+
+def test_counts_sum_to_what_was_sampled_and_attempted() -> None:
+    tokens = metrics.token_counts(LEDGER)
+    assert tokens == {
+        "trained": 12,
+        "zero_disagreement": 36,
+        "insufficient_valid": 6,
+        "infra": 6,
+        "after_truncation": 4,
+        "stale": 12,
+    }
+    assert sum(tokens.values()) == metrics.sampled_tokens(LEDGER) == 76
+    assert sum(metrics.outcome_counts(LEDGER).values()) == 14
+    assert metrics.attempt_bars(LEDGER) == {
+        "trained_pass": 1,
+        "trained_fail": 1,
+        "all_pass": 2,
+        "all_fail": 2,
+        "other": 5,
+        "infra": 3,
+    }
+
+
+def test_losses_by_cause() -> None:
+    assert metrics.losses_by_cause(LEDGER) == [
+        {"cause": "agent_timeout", "attempts": 1, "seconds": pytest.approx(2.7), "sampled_tokens": 6},
+        {"cause": "no_engine", "attempts": 1, "seconds": pytest.approx(2.7), "sampled_tokens": 0},
+        {"cause": "session_lost", "attempts": 1, "seconds": pytest.approx(2.7), "sampled_tokens": 0},
+    ]
+
+
+def test_truncation_share_is_over_valid_attempts() -> None:
+    assert metrics.truncation_share(LEDGER) == pytest.approx(1 / 11)
+
+
+def test_nothing_is_none_not_zero() -> None:
+    lost = ledger_of([attempt(0, 0, None), attempt(0, 1, None)])
+    reward = metrics.reward_metrics(lost)
+    assert (reward["unfiltered_mean_valid"], reward["kept_mean"], reward["infra_rate"]) == (None, None, 1.0)
+    assert metrics.truncation_share(lost) is None
+    assert metrics.step_json(lost)["loss"] is None
+
+
+def test_the_json_has_the_fixed_keys() -> None:
+    step = metrics.run_json("demo", [LEDGER])["steps"][0]
+    fixed = (
+        "step attempts outcomes groups sampled_tokens tokens trained_samples loss_weight_sum loss reward push phases_s"
+    )
+    assert set(fixed.split()) <= set(step)
+    assert set(step["reward"]) == {"unfiltered_mean_valid", "kept_mean", "infra_rate", "by_domain"}
+    assert set(step["push"]) == {"path", "calls_per_engine", "bytes", "paused_s", "engines"}
+
+
+def test_rolling_mean_skips_what_is_missing() -> None:
+    assert metrics.rolling_mean([1.0, None, 2.0, 6.0], 2) == [1.0, 1.0, 2.0, 4.0]
+    assert metrics.rolling_mean([None], 5) == [None]

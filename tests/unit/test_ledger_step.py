@@ -1,0 +1,150 @@
+"""The books balance, and every way they can fail to is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rl360.config.run import ObjectiveConfig
+from rl360.errors import CorruptObject
+from rl360.ledger.checks import LedgerBroken, check_ledger
+from rl360.ledger.outcomes import Bucket, Outcome
+from rl360.ledger.step import StepLedger, build_step_ledger
+from rl360.objective.filters import filter_groups
+from rl360.store.codec import pack, unpack
+from tests.unit.ledger_data import PHASES_S, PUSH, ledger_of, train_result
+from tests.unit.objective_data import attempt
+
+ATTEMPTS = [
+    attempt(0, 0, 1.0),
+    attempt(0, 1, 0.0, outcome=Outcome.TRUNCATED, truncated=True, after_cut=4),
+    attempt(0, 2, None),
+    attempt(1, 0, 1.0),
+    attempt(1, 1, 1.0),
+    attempt(2, 0, 0.0),
+    attempt(2, 1, None, sample=False, outcome=Outcome.SESSION_LOST),
+]
+
+
+def build(**changes: Any) -> StepLedger:
+    result = filter_groups(ATTEMPTS, ObjectiveConfig(), expected_version="run:0", max_seq_len=384)
+    arguments: dict[str, Any] = {
+        "run": "demo",
+        "step": 0,
+        "attempts": ATTEMPTS,
+        "decisions": result.decisions,
+        "train": train_result(result, 0),
+        "push": PUSH,
+        "phases_s": PHASES_S,
+        **changes,
+    }
+    return build_step_ledger(**arguments)
+
+
+def decisions_with(index: int, **changes: Any) -> list[Any]:
+    decisions = list(filter_groups(ATTEMPTS, ObjectiveConfig(), expected_version="run:0", max_seq_len=384).decisions)
+    decisions[index] = replace(decisions[index], **changes)
+    return decisions
+
+
+def train_with(**changes: Any) -> dict[str, Any]:
+    result = filter_groups(ATTEMPTS, ObjectiveConfig(), expected_version="run:0", max_seq_len=384)
+    return train_result(result, 0, **changes)
+
+
+def test_rows_hold_outcome_bucket_and_weight() -> None:
+    ledger = build()
+    first, cut, lost = ledger.attempts[:3]
+    assert (first.bucket, first.reward, first.advantage) == (Bucket.TRAINED, 1.0, 0.5)
+    assert first.token_weight == 1 / 12
+    assert first.loss_weight == pytest.approx(0.5)
+    assert first.context == {Bucket.PROMPT: 4, Bucket.OBSERVATION: 3}
+    assert cut.tokens == {Bucket.TRAINED: 6, Bucket.AFTER_TRUNCATION: 4}
+    assert cut.truncated
+    assert (lost.bucket, lost.reward, lost.token_weight, lost.loss_weight) == (Bucket.INFRA, None, None, 0.0)
+    assert lost.seconds == pytest.approx(2.7)
+    assert all(check.holds for check in check_ledger(ledger))
+
+
+def test_a_step_that_trains_nothing_is_empty_not_zero() -> None:
+    ledger = ledger_of([attempt(0, 0, 1.0), attempt(0, 1, 1.0)])
+    assert ledger.train.status == "empty"
+    assert ledger.train.loss is None
+    assert ledger.push is None
+    assert all(check.holds for check in check_ledger(ledger))
+
+
+def test_round_trip_through_the_store_format() -> None:
+    ledger = build()
+    assert StepLedger.from_wire(unpack(pack(ledger.to_wire()), "k"), "k") == ledger
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": train_with(trained_tokens=13)}, "trained tokens: booked 12 != trainer 13"),
+        ({"train": train_with(trained_samples=3)}, "trained samples: booked 2 != trainer 3"),
+        ({"train": train_with(loss_weight_sum=1.001)}, "loss weights: booked 1 != trainer 1.001"),
+        ({"train": {"status": "trained"}}, "trainer's result lacks a field"),
+        ({"push": {"path": "broadcast"}}, "push record lacks calls_per_engine, bytes, paused_s, engines"),
+        ({"trained_before": {"s000000-g000-a01-t0"}}, "trained once: .* 1 != allowed 0 .*s000000-g000-a01-t0"),
+        (
+            {"decisions": decisions_with(2, tokens={Bucket.INFRA: 5})},
+            r"tokens in buckets 39 != tokens sampled 40 .*a02-t0",
+        ),
+        (
+            {"decisions": decisions_with(0, reward=0.0)},
+            "recorded as passed .* reward 1.0, decided as passed .* reward 0.0",
+        ),
+        ({"decisions": decisions_with(0, outcome=Outcome.FAILED)}, "decided as failed"),
+        ({"decisions": decisions_with(0)[1:]}, "7 attempts were recorded and 6 decided"),
+        ({"decisions": [*decisions_with(0)[1:], decisions_with(1)[1]]}, "7 attempts were recorded and 7 decided"),
+        ({"attempts": [*ATTEMPTS, ATTEMPTS[0]]}, "8 attempts were recorded and 7 decided"),
+    ],
+)
+def test_books_that_do_not_balance_are_refused(changes: dict[str, Any], message: str) -> None:
+    if "attempts" in changes:
+        changes = {"decisions": decisions_with(0), "train": train_with(), **changes}
+    with pytest.raises(LedgerBroken, match=message):
+        build(**changes)
+
+
+def test_faults_that_cancel_in_the_sum_are_found() -> None:
+    decisions = decisions_with(2, tokens={Bucket.INFRA: 5})
+    decisions[3] = replace(decisions[3], tokens={Bucket.ZERO_DISAGREEMENT: 7})
+    with pytest.raises(
+        LedgerBroken, match=r"tokens in buckets 40 != tokens sampled 40 \(e.g. attempt s000000-g000-a02-t0\)"
+    ):
+        build(decisions=decisions)
+
+
+def test_an_empty_step_may_not_have_taken_an_optimizer_step() -> None:
+    with pytest.raises(LedgerBroken, match="optimizer steps 1 != expected 0"):
+        ledger_of([attempt(0, 0, 1.0), attempt(0, 1, 1.0)], status="trained", loss=0.0)
+
+
+def test_tokens_the_engine_reported_and_nobody_recorded_are_found() -> None:
+    seen = [replace(record, agent_metrics={"completion_tokens": 6.0}) for record in ATTEMPTS[:2]]
+    ledger = build(attempts=[*seen, *ATTEMPTS[2:]])
+    check = next(check for check in check_ledger(ledger) if check.name == "no token lost")
+    assert check.holds
+    assert check.detail == "2 attempts compared with what their agents received; 4 sampled tokens reached no agent"
+    short = replace(ATTEMPTS[0], agent_metrics={"completion_tokens": 7.0})
+    with pytest.raises(LedgerBroken, match=r"no token lost: .* 1 != allowed 0 \(s000000-g000-a00-t0\)"):
+        build(attempts=[short, *ATTEMPTS[1:]])
+
+
+def test_malformed_objects_are_refused_by_key() -> None:
+    wire = build().to_wire()
+    with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 1"):
+        StepLedger.from_wire({**wire, "schema_version": 9}, "some/key")
+    with pytest.raises(CorruptObject, match=r"some/key: is not a ledger \(KeyError: 'train'\)"):
+        StepLedger.from_wire({name: value for name, value in wire.items() if name != "train"}, "some/key")
+    unknown = {**wire, "attempts": [{**wire["attempts"][0], "outcome": "vanished"}]}
+    with pytest.raises(CorruptObject, match="'vanished' is not a valid Outcome"):
+        StepLedger.from_wire(unknown, "some/key")
+    prompt = {**wire, "attempts": [{**wire["attempts"][0], "tokens": {"prompt": 6}}]}
+    with pytest.raises(CorruptObject, match="counts unsampled tokens as sampled"):
+        StepLedger.from_wire(prompt, "some/key")
