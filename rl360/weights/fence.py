@@ -1,0 +1,258 @@
+"""The fence: what the store remembers about pushes, so that a retry never touches receivers it can't account for.
+
+A push writes an *intent* (its receivers) before it touches an engine and an *end* when it is over; both once, both
+named by the fleet-wide epoch. An intent without an end is *open*: SIGKILL runs no clean-up, so nothing else may be
+concluded from it. docs/weights.md explains the rule that `push` applies to open intents.
+Objects, outside every run because engines outlive runs:
+  _fleet/push/{epoch:08}/intent.json   receivers, version, owner process
+  _fleet/push/{epoch:08}/end.json      the PushRecord
+  _fleet/push/{epoch:08}/unconfirmed/{engine}.json    evidence of an engine whose end is not proven
+  _fleet/gone/{engine}/{incarnation}.json             a person's word that this incarnation is gone, with the reason
+  _fleet/versions/{run}/{k:08}         a version that was confirmed at least once; versions never go back
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rl360.engines.fleet import EngineIdentity
+from rl360.engines.processes import ProcessId, alive, boot_id, host_id, identify
+from rl360.errors import BadInput, CorruptObject, ServiceError
+from rl360.weights.messages import PushRecord, parse_version
+
+_PUSH = "_fleet/push/"
+_GONE = "_fleet/gone/"
+
+
+class Store(Protocol):
+    """The part of the object store a fence needs."""
+
+    def get(self, key: str) -> bytes: ...
+    def put(self, key: str, data: bytes) -> None: ...
+    def put_once(self, key: str, data: bytes) -> bool: ...
+    def exists(self, key: str) -> bool: ...
+    def list(self, prefix: str) -> list[str]: ...
+
+
+class Owner(BaseModel):
+    """The process that runs a push. `token` tells two pushes of one process apart."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str
+    boot_id: str
+    process: ProcessId
+    token: str
+
+
+class Intent(BaseModel):
+    """Receivers of a push, written before the first of them is touched."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epoch: int = Field(ge=1)
+    run: str
+    step: int | None
+    version: str
+    engines: tuple[EngineIdentity, ...]
+    group_name: str
+    call_deadline_s: float
+    owner: Owner
+    written_at: float
+
+
+class GoneConfirmation(BaseModel):
+    """A person's statement, kept for good."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    incarnation: str
+    epoch: int
+    reason: str = Field(min_length=1)
+    by: str
+    confirmed_at: float
+
+
+class Unconfirmed(BaseModel):
+    """An engine whose end could not be proven, and what was seen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    identity: EngineIdentity
+    epoch: int
+    evidence: str
+    command: str
+    seen_at: float
+
+
+_running: set[str] = set()  # tokens of the pushes running in this process
+
+
+def new_owner() -> Owner:
+    process = identify(os.getpid())
+    assert process is not None  # this process is alive
+    return Owner(host=host_id(), boot_id=boot_id(), process=process, token=uuid.uuid4().hex)
+
+
+def owner_runs(owner: Owner) -> bool:
+    """Whether the push of this owner is known to still run. On another host nothing is known; see docs/weights.md."""
+    if owner.host != host_id() or owner.boot_id != boot_id():
+        return False
+    if owner.process.pid == os.getpid():
+        return owner.token in _running
+    return alive(owner.process)
+
+
+def mark_running(owner: Owner, running: bool) -> None:
+    """Note that a push of this process began or ended."""
+    if running:
+        _running.add(owner.token)
+    else:
+        _running.discard(owner.token)
+
+
+def slug(url: str) -> str:
+    """An engine's URL as part of a key."""
+    parts = urlsplit(url)
+    return f"{parts.hostname}-{parts.port}"
+
+
+def intent_key(epoch: int) -> str:
+    return f"{_PUSH}{epoch:08}/intent.json"
+
+
+def end_key(epoch: int) -> str:
+    return f"{_PUSH}{epoch:08}/end.json"
+
+
+def gone_key(url: str, incarnation: str) -> str:
+    return f"{_GONE}{slug(url)}/{incarnation}.json"
+
+
+def _epochs(store: Store) -> tuple[set[int], set[int]]:
+    """Epochs with an intent, and with an end."""
+    intents, ends = set(), set()
+    for key in store.list(_PUSH):
+        epoch, _, name = key[len(_PUSH) :].partition("/")
+        if name == "intent.json":
+            intents.add(int(epoch))
+        elif name == "end.json":
+            ends.add(int(epoch))
+    return intents, ends
+
+
+def _read[M: BaseModel](store: Store, key: str, model: type[M]) -> M:
+    try:
+        return model.model_validate_json(store.get(key))
+    except ValidationError as error:
+        raise CorruptObject(key, f"not a {model.__name__}: {error.errors()[0]['msg']}") from None
+
+
+def read_end(store: Store, epoch: int) -> PushRecord | None:
+    """The record of a push that is over."""
+    try:
+        return _read(store, end_key(epoch), PushRecord)
+    except KeyError:
+        return None
+
+
+def open_intents(store: Store) -> list[Intent]:
+    """Intents without an end, oldest first."""
+    intents, ends = _epochs(store)
+    return [_read(store, intent_key(epoch), Intent) for epoch in sorted(intents - ends)]
+
+
+def last_record(store: Store) -> PushRecord | None:
+    """The newest push that is over, for people to look at."""
+    _, ends = _epochs(store)
+    return read_end(store, max(ends)) if ends else None
+
+
+def put_mine(store: Store, key: str, data: bytes) -> bool:
+    """Conditional put whose answer survives a lost reply: True when the object there is the one we wanted to write."""
+    return store.put_once(key, data) or store.get(key) == data
+
+
+def next_epoch(store: Store) -> int:
+    intents, ends = _epochs(store)
+    return max(intents | ends, default=0) + 1
+
+
+def write_intent(store: Store, intent: Intent) -> None:
+    """Take the epoch. `ServiceError` when another push took it first: the caller starts over and meets that intent."""
+    if not put_mine(store, intent_key(intent.epoch), intent.model_dump_json().encode()):
+        raise ServiceError(f"push epoch {intent.epoch} was taken by another push just now; retry")
+
+
+def write_end(store: Store, record: PushRecord) -> bool:
+    """Close the epoch. False: it was closed by another push, which has taken the receivers over."""
+    return put_mine(store, end_key(record.epoch), record.model_dump_json().encode())
+
+
+def is_gone_confirmed(store: Store, engine: EngineIdentity) -> bool:
+    return store.exists(gone_key(engine.url, engine.incarnation))
+
+
+def note_unconfirmed(store: Store, intent: Intent, engine: EngineIdentity, evidence: str) -> Unconfirmed:
+    """Write what was seen of an engine whose end isn't proven; overwritten by a later look."""
+    note = Unconfirmed(
+        identity=engine,
+        epoch=intent.epoch,
+        evidence=evidence,
+        command=f"rl360 fleet confirm-gone {engine.url} --reason '...'",
+        seen_at=time.time(),
+    )
+    key = f"{_PUSH}{intent.epoch:08}/unconfirmed/{slug(engine.url)}.json"
+    store.put(key, note.model_dump_json().encode())
+    return note
+
+
+def confirm_gone(store: Store, url: str, reason: str, by: str) -> list[GoneConfirmation]:
+    """Record a person's word for every incarnation at `url` that an open intent names. `BadInput` when there is none."""
+    if not reason.strip():
+        raise BadInput("confirm-gone needs a reason: say how you know that the engine is gone")
+    written = []
+    for intent in open_intents(store):
+        for engine in intent.engines:
+            if engine.url != url.rstrip("/") or is_gone_confirmed(store, engine):
+                continue
+            word = GoneConfirmation(
+                url=engine.url,
+                incarnation=engine.incarnation,
+                epoch=intent.epoch,
+                reason=reason.strip(),
+                by=by,
+                confirmed_at=time.time(),
+            )
+            store.put_once(gone_key(engine.url, engine.incarnation), word.model_dump_json().encode())
+            written.append(word)
+    if not written:
+        raise BadInput(f"engine {url}: no unfinished push names it, so there is nothing to confirm (`rl360 fleet status`)")
+    return written
+
+
+def check_version_advances(store: Store, run: str, version: str) -> None:
+    """Versions never go back: an older one than was ever confirmed for the run is refused."""
+    named_run, steps = parse_version(version)
+    if named_run != run:
+        raise BadInput(f"version {version!r} does not belong to run {run!r}")
+    confirmed = [int(key.rpartition("/")[2]) for key in store.list(f"_fleet/versions/{run}/")]
+    if confirmed and steps < max(confirmed):
+        raise BadInput(f"version {version} is older than {run}:{max(confirmed)}, which engines already held; versions never go back")
+
+
+def note_version(store: Store, run: str, version: str) -> None:
+    store.put_once(f"_fleet/versions/{run}/{parse_version(version)[1]:08}", version.encode())
+
+
+def stale_groups(intents: Sequence[Intent]) -> list[str]:
+    """Groups that receivers of these intents may still be in."""
+    return sorted({intent.group_name for intent in intents})
