@@ -1,0 +1,221 @@
+"""OpenAI chat messages and tools, checked and brought to one comparable form.
+
+`parse_messages` and `parse_tools` take decoded JSON from an untrusted agent and either return frozen values or raise
+`SessionRefusal` naming the place (`messages[3].tool_calls[0]`), the value and what is allowed. Two messages are equal
+exactly when they mean the same to the chat template and to the agent: null content is empty content, tool arguments
+compare as JSON values whatever their spacing and key order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from rl360.sessions.refusals import Refusal, SessionRefusal
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call. `arguments` is compact JSON in the order given; equality looks at `arguments_key` (sorted)."""
+
+    id: str
+    name: str
+    arguments: str = field(compare=False)
+    arguments_key: str
+
+    @classmethod
+    def make(cls, call_id: str, name: str, arguments: dict[str, Any]) -> ToolCall:
+        return cls(
+            id=call_id,
+            name=name,
+            arguments=orjson.dumps(arguments).decode(),
+            arguments_key=orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode(),
+        )
+
+    def to_openai(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation. `tool_calls` only on assistant messages, `tool_call_id` only on tool messages."""
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """The shape chat templates expect: tool arguments as objects, not JSON text."""
+        rendered: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            rendered["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": orjson.loads(call.arguments)}}
+                for call in self.tool_calls
+            ]
+        return rendered
+
+    def held_bytes(self) -> int:
+        """Roughly what keeping this message costs: 4 bytes a character bounds any Python string."""
+        size = 200 + 4 * len(self.content)
+        return size + sum(300 + 4 * (len(c.name) + 2 * len(c.arguments)) for c in self.tool_calls)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One callable tool. `parameters` are (name, JSON type) in schema order."""
+
+    name: str
+    parameters: tuple[tuple[str, str], ...]
+    required: frozenset[str]
+
+    @property
+    def raw_parameter(self) -> str | None:
+        """The parameter whose raw text is the whole call: the only one, and a string."""
+        if len(self.parameters) == 1 and self.parameters[0][1] == "string":
+            return self.parameters[0][0]
+        return None
+
+    def to_template(self) -> dict[str, Any]:
+        properties = {name: {"type": kind} for name, kind in self.parameters}
+        return {"type": "function", "function": {"name": self.name, "parameters": {"properties": properties}}}
+
+
+def json_object(text: Any) -> dict[str, Any] | None:
+    """The object `text` is the JSON of; None when it is not, or cannot be written back exactly (1e999, 300 levels)."""
+    if not isinstance(text, str):
+        return None
+    try:
+        value = orjson.loads(text)
+        exact = orjson.loads(orjson.dumps(value)) == value
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return None
+    return value if exact and isinstance(value, dict) else None
+
+
+def _refuse(where: str, problem: str) -> SessionRefusal:
+    return SessionRefusal(Refusal.BAD_BODY, f"{where}: {problem}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _content(raw: Any, where: str) -> str:
+    if raw is None:
+        return ""
+    if isinstance(raw, str):
+        return raw
+    if not isinstance(raw, list):
+        raise _refuse(where, f"content is {type(raw).__name__}, use a string or a list of text parts")
+    parts = []
+    for index, part in enumerate(raw):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _refuse(f"{where}.content[{index}]", 'only {"type": "text", "text": string} parts are supported')
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def _tool_call(raw: Any, where: str) -> ToolCall:
+    function = raw.get("function") if isinstance(raw, dict) else None
+    if not isinstance(function, dict) or raw.get("type", "function") != "function":
+        raise _refuse(where, "is not a function call; use {id, type: function, function: {name, arguments}}")
+    name, arguments, call_id = function.get("name"), function.get("arguments"), raw.get("id")
+    if not isinstance(name, str) or not name or not isinstance(call_id, str):
+        raise _refuse(where, f"needs a string id and name, has id {_shown(call_id)} and name {_shown(name)}")
+    value = json_object(arguments)
+    if value is None:
+        raise _refuse(where, f"arguments {_shown(arguments)} is not the JSON text of an object")
+    return ToolCall.make(call_id, name, value)
+
+
+def _message(raw: Any, where: str) -> Message:
+    if not isinstance(raw, dict):
+        raise _refuse(where, f"is {type(raw).__name__}, expected an object")
+    role = raw.get("role")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise _refuse(where, f"role {_shown(role)} is not system, user, assistant or tool")
+    known = {"role", "content", "name"}
+    if role == "assistant":
+        known.add("tool_calls")
+    if role == "tool":
+        known.add("tool_call_id")
+    # clients echo a reply with all its empty fields (refusal, audio, function_call: null); a filled one means something
+    filled = sorted(str(key) for key, value in raw.items() if key not in known and value not in (None, [], ""))
+    if filled:
+        raise _refuse(
+            where, f"a {role} message with {', '.join(filled)[:80]} is not supported; send text and tool calls"
+        )
+    if raw.get("content") is None and role != "assistant":
+        raise _refuse(where, f"a {role} message needs content")
+    content = _content(raw.get("content"), where)
+    if role == "assistant":
+        calls = raw.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise _refuse(where, f"tool_calls is {type(calls).__name__}, expected a list")
+        parsed = tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
+        return Message(role, content, tool_calls=parsed)
+    if role == "tool":
+        call_id = raw.get("tool_call_id")
+        if call_id is not None and not isinstance(call_id, str):
+            raise _refuse(where, f"tool_call_id {_shown(call_id)} is not a string")
+        return Message(role, content, tool_call_id=call_id)
+    return Message(role, content)
+
+
+def parse_messages(raw: Any) -> tuple[Message, ...]:
+    """Check and normalise the `messages` of a request; the last one must leave the turn to the assistant."""
+    if not isinstance(raw, list) or not raw:
+        raise _refuse("messages", f"{_shown(raw)} is not a non-empty list")
+    if len(raw) > MAX_MESSAGES:
+        raise _refuse("messages", f"{len(raw)} messages, at most {MAX_MESSAGES}")
+    messages = tuple(_message(item, f"messages[{i}]") for i, item in enumerate(raw))
+    for i, message in enumerate(messages[1:], start=1):
+        if message.role == "system":
+            raise _refuse(f"messages[{i}]", "a system message stands only first")
+    if messages[-1].role not in ("user", "tool"):
+        raise _refuse(f"messages[{len(raw) - 1}]", f"the last message is {messages[-1].role}, expected user or tool")
+    return messages
+
+
+def _tool(raw: Any, where: str) -> Tool:
+    function = raw.get("function") if isinstance(raw, dict) else None
+    if not isinstance(function, dict) or raw.get("type", "function") != "function":
+        raise _refuse(where, "is not a function tool; use {type: function, function: {name, parameters}}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name or "\n" in name:
+        raise _refuse(where, f"name {_shown(name)} is not a non-empty one-line string")
+    schema = function.get("parameters")
+    schema = {} if schema is None else schema
+    properties = schema.get("properties", {}) if isinstance(schema, dict) else None
+    required = schema.get("required", []) if isinstance(schema, dict) else None
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise _refuse(where, "parameters is not a JSON schema object with properties")
+    if not all(isinstance(item, str) and item in properties for item in required):
+        raise _refuse(where, f"required {_shown(required)} names a parameter that properties lacks")
+    kinds = []
+    for key, value in properties.items():
+        if not isinstance(value, dict):
+            raise _refuse(where, f"parameter {_shown(key)} has no schema object")
+        kind = value.get("type", "")
+        kinds.append((key, kind if isinstance(kind, str) else ""))
+    return Tool(name, tuple(kinds), frozenset(required))
+
+
+def parse_tools(raw: Any) -> tuple[Tool, ...]:
+    """Check and normalise `tools` (absent, null and empty mean none). Equal tuples render and parse alike."""
+    if raw is None:
+        return ()
+    if not isinstance(raw, list) or len(raw) > MAX_TOOLS:
+        raise _refuse("tools", f"{_shown(raw)} is not a list of at most {MAX_TOOLS} tools")
+    tools = tuple(_tool(item, f"tools[{i}]") for i, item in enumerate(raw))
+    names = [tool.name for tool in tools]
+    if len(set(names)) != len(names):
+        raise _refuse("tools", f"names repeat: {_shown(sorted(names))}")
+    return tools

@@ -1,0 +1,63 @@
+"""Why a session refuses a request: one code a reason, with the HTTP status the server answers.
+
+A refusal never changes what the session holds. `retry` tells the stock OpenAI client whether the same request could
+succeed: it retries every 409 on its own, and a verbatim retry after a lost race would roll back the winner's turn.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from rl360.errors import Rl360Error
+
+
+class Refusal(StrEnum):
+    """Stable machine-readable codes (`error.code` in every reply)."""
+
+    BAD_BODY = "bad_body"
+    BAD_HISTORY = "bad_history"
+    TOOLS_CHANGED = "tools_changed"
+    UNAUTHORIZED = "unauthorized"
+    NOT_FOUND = "not_found"
+    METHOD = "method_not_allowed"
+    CUT_TURN = "cut_turn"
+    LOST_RACE = "lost_race"
+    LENGTH = "length"
+    OVER_BUDGET = "over_budget"
+    CANNOT_MERGE = "cannot_merge"
+    BAD_UPSTREAM = "bad_upstream"
+    WRONG_VERSION = "wrong_version"
+
+
+HTTP_STATUS: dict[Refusal, int] = {
+    Refusal.BAD_BODY: 400,
+    Refusal.BAD_HISTORY: 400,
+    Refusal.TOOLS_CHANGED: 400,
+    Refusal.UNAUTHORIZED: 401,
+    Refusal.NOT_FOUND: 404,
+    Refusal.METHOD: 405,
+    Refusal.CUT_TURN: 409,
+    Refusal.LOST_RACE: 409,
+    Refusal.LENGTH: 409,
+    Refusal.OVER_BUDGET: 413,
+    Refusal.CANNOT_MERGE: 422,
+    Refusal.BAD_UPSTREAM: 502,
+    Refusal.WRONG_VERSION: 502,
+}
+
+
+class SessionRefusal(Rl360Error):
+    """A request that was refused, with its code; the message is one line."""
+
+    def __init__(self, code: Refusal, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def status(self) -> int:
+        return HTTP_STATUS[self.code]
+
+    @property
+    def retry(self) -> bool:
+        """Whether sending the same request again may succeed."""
+        return self.code in (Refusal.BAD_UPSTREAM, Refusal.WRONG_VERSION)
