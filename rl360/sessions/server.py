@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from rl360.config.services import service_token
 from rl360.errors import BadInput, Rl360Error
@@ -43,6 +44,7 @@ log = logging.getLogger("rl360.sessions")
 
 _RENDER_IN_THREAD_BYTES = 64 << 10
 _EVICT_EVERY_S = 15.0
+CLIENT_GONE = 499  # nobody reads this reply; the status is for logs
 _JSON = "application/json"
 _Id = Field(min_length=1, max_length=200)
 
@@ -50,12 +52,19 @@ _Id = Field(min_length=1, max_length=200)
 class SamplingBody(BaseModel):
     """Pinned sampling parameters; all must be stated."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     temperature: float = Field(ge=0.0, le=2.0)
     top_p: float = Field(gt=0.0, le=1.0)
     top_k: int = Field(ge=-1, le=1 << 30)
     max_new_tokens: int = Field(ge=1, le=1 << 20)
+
+    @field_validator("top_k")
+    @classmethod
+    def _not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("top_k 0 samples nothing; use -1 for off, or at least 1")
+        return value
 
 
 class CreateBody(BaseModel):
@@ -127,7 +136,7 @@ class SessionService:
             completion = await _unless_disconnected(request, call)
             if completion is None:
                 self.disconnects += 1
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=CLIENT_GONE)
             turn = session.commit(prepared, completion, chat.ignored)
             self.turns += 1
             return _reply(session, turn, chat)
@@ -260,6 +269,11 @@ def _handle_errors(app: FastAPI, service: SessionService) -> None:
         code = {404: str(Refusal.NOT_FOUND), 405: str(Refusal.METHOD)}.get(error.status_code, "http_error")
         return answer(error.status_code, code, f"{request.method} {request.url.path[:80]}: {error.detail}", False)
 
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(_request: Request, _error: ClientDisconnect) -> Response:
+        service.disconnects += 1
+        return Response(status_code=CLIENT_GONE)
+
 
 async def _evict_forever(registry: Registry) -> None:
     while True:
@@ -299,7 +313,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--upstream", required=True, help="URL of the gateway (or of one engine)")
     parser.add_argument(
-        "--model", required=True, help="model directory: tokenizer.json, chat_template.jinja, config.json"
+        "--model", required=True, help="directory with tokenizer.json, chat_template.jinja, config.json"
     )
     parser.add_argument("--token-file", type=Path, help="0600 file with the bearer token (default: $RL360_TOKEN_FILE)")
     parser.add_argument("--deadline-s", type=float, default=600.0, help="of one generation (default 600)")
@@ -318,9 +332,15 @@ def main(argv: list[str] | None = None) -> int:
     except (Rl360Error, OSError) as error:
         print(f"rl360 sessions: {error}", file=sys.stderr)
         return 2
-    loop: Literal["uvloop"] = "uvloop"
     uvicorn.run(
-        create_app(service), host=options.host, port=options.port, loop=loop, access_log=False, log_level="warning"
+        create_app(service),
+        host=options.host,
+        port=options.port,
+        loop="uvloop",
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=120,  # an agent thinks nothing of a minute between two turns
+        timeout_graceful_shutdown=5,
     )
     return 0
 

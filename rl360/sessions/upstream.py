@@ -145,9 +145,8 @@ def _spans(meta: dict[str, Any], length: int) -> tuple[tuple[int, int, str], ...
         return ((0, length, version),)
     spans: list[tuple[int, int, str]] = []
     for item in raw if isinstance(raw, list) else [None]:
-        start, end, version = (
-            (item.get(k) for k in ("start", "end", "version")) if isinstance(item, dict) else (0, 0, "")
-        )
+        named = item if isinstance(item, dict) else {}
+        start, end, version = named.get("start"), named.get("end"), named.get("version")
         if type(start) is not int or type(end) is not int or not isinstance(version, str) or not version:
             raise _bad(f"weight_versions {str(raw)[:120]} is not a list of start, end, version")
         spans.append((start, end, version))
