@@ -1,9 +1,10 @@
 """Sixteen families of shell chores that one to three commands solve.
 
-A family is a pure function of a random generator: it draws words and file contents and returns a `Chore`, which holds the instruction, the files
-it starts from, right command sequences, plausibly wrong ones (a flag swapped, `cp` for `mv`, `>` for `>>`, the last step skipped) and the exact end
-state that counts as done. The end state is written by hand per family, never by running the right commands, so that the oracle is really checked.
-Everything is kept short on purpose: a prompt or command token costs CPU time on every attempt of every step.
+A family is a pure function of a random generator: it draws words and file contents and returns a `Chore`, which holds
+the instruction, the files it starts from, right command sequences, plausibly wrong ones (a flag swapped, `cp` for
+`mv`, `>` for `>>`, the last step skipped) and the exact end state that counts as done. The end state is written by
+hand per family, never by running the right commands, so that the oracle is really checked. Everything is kept short
+on purpose: a prompt or command token costs CPU time on every attempt of every step.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from dataclasses import dataclass, field
 
 Commands = tuple[str, ...]
 
-WORDS: tuple[str, ...] = (
-    "amber apple arrow badge beach berry birch brick cabin cedar chalk cliff cloud coral crane daisy delta eagle ember fable "
-    "fern flint frost gale ginger grape grove harbor hazel honey ivory jade kite lake lemon lilac linen lotus maple meadow "
-    "mint moss north ocean olive onyx orbit otter pearl pine plum poppy prism quartz raven reed ridge river robin rose "
-    "sage shell silk slate solar spruce stone storm sun swan tiger tulip valley violet wave willow winter wolf wren zinc"
-).split()  # type: ignore[assignment]
+_WORDS = """
+amber apple arrow badge beach berry birch brick cabin cedar chalk cliff cloud coral crane daisy delta eagle
+ember fable fern flint frost gale ginger grape grove harbor hazel honey ivory jade kite lake lemon lilac linen
+lotus maple meadow mint moss north ocean olive onyx orbit otter pearl pine plum poppy prism quartz raven reed
+ridge river robin rose sage shell silk slate solar spruce stone storm sun swan tiger tulip valley violet wave
+willow winter wolf wren zinc
+"""
+WORDS: tuple[str, ...] = tuple(_WORDS.split())
 EXTENSIONS = ("log", "tmp", "csv", "old")
 
 
 @dataclass(frozen=True)
 class Chore:
-    """One chore. `expected` maps a path in the work directory to its exact final text, or to None where it must not exist any more."""
+    """One chore. `expected` maps a path in the work directory to its exact final text, or to None where it must not
+    exist any more.
+    """
 
     family: str
     instruction: str
@@ -64,7 +69,12 @@ def append(rng: random.Random) -> Chore:
         instruction=f"Add the line {word} at the end of {name}.txt.",
         files={f"{name}.txt": _text(lines)},
         right=((f"echo {word} >> {name}.txt",),),
-        wrong=((f"echo {word} > {name}.txt",), (f"echo {name} >> {word}.txt",), (f"echo {word} >> {name}",), (f"echo {word}",)),
+        wrong=(
+            (f"echo {word} > {name}.txt",),
+            (f"echo {name} >> {word}.txt",),
+            (f"echo {word} >> {name}",),
+            (f"echo {word}",),
+        ),
         expected={f"{name}.txt": _text([*lines, word])},
     )
 
@@ -77,7 +87,12 @@ def rename(rng: random.Random) -> Chore:
         instruction=f"Rename {old}.txt to {new}.txt.",
         files={f"{old}.txt": _text(lines), **bystander},
         right=((f"mv {old}.txt {new}.txt",),),
-        wrong=((f"cp {old}.txt {new}.txt",), (f"mv {new}.txt {old}.txt",), (f"mv {old}.txt {new}",), (f"touch {new}.txt",)),
+        wrong=(
+            (f"cp {old}.txt {new}.txt",),
+            (f"mv {new}.txt {old}.txt",),
+            (f"mv {old}.txt {new}",),
+            (f"touch {new}.txt",),
+        ),
         expected={f"{old}.txt": None, f"{new}.txt": _text(lines), **bystander},
     )
 
@@ -106,7 +121,12 @@ def backup(rng: random.Random) -> Chore:
         instruction=f"Copy {name}.txt to {name}.bak and keep {name}.txt.",
         files={f"{name}.txt": _text(lines)},
         right=((f"cp {name}.txt {name}.bak",),),
-        wrong=((f"mv {name}.txt {name}.bak",), (f"cp {name}.bak {name}.txt",), (f"touch {name}.bak",), (f"cp {name}.txt bak",)),
+        wrong=(
+            (f"mv {name}.txt {name}.bak",),
+            (f"cp {name}.bak {name}.txt",),
+            (f"touch {name}.bak",),
+            (f"cp {name}.txt bak",),
+        ),
         expected={f"{name}.txt": _text(lines), f"{name}.bak": _text(lines)},
     )
 
@@ -216,7 +236,10 @@ def grep(rng: random.Random) -> Chore:
             (f"grep {target} {source}.txt > {word}.txt",),
             (f"grep {word} {source}.txt",),
         ),
-        expected={f"{source}.txt": _text(lines), f"{target}.txt": _text([line for line in lines if word in line.split()])},
+        expected={
+            f"{source}.txt": _text(lines),
+            f"{target}.txt": _text([line for line in lines if word in line.split()]),
+        },
     )
 
 
@@ -307,7 +330,24 @@ def purge(rng: random.Random) -> Chore:
 
 FAMILIES: dict[str, Callable[[random.Random], Chore]] = {
     make.__name__: make
-    for make in (create, append, rename, shelve, backup, count, sort, unique, head, tail, grep, replace, merge, secret, fix, purge)
+    for make in (
+        create,
+        append,
+        rename,
+        shelve,
+        backup,
+        count,
+        sort,
+        unique,
+        head,
+        tail,
+        grep,
+        replace,
+        merge,
+        secret,
+        fix,
+        purge,
+    )
 }
 
 

@@ -1,8 +1,9 @@
 """A chore as the files of a Harbor task directory, and the 32 committed tasks.
 
-`python -m rl360.tasksets.harbor_files [DIR]` writes the builtin tasks again; the result is identical every time (a test compares).
-The verifier is plain `sh` with one `cmp` a file: it runs once an attempt, hundreds of times a step. `cmp` stops at the first difference and
-`-f` refuses pipes and devices, so nothing an agent leaves behind can make it slow.
+`python -m rl360.tasksets.harbor_files [DIR]` writes the builtin tasks again; the result is identical every time (a
+test compares). The verifier is plain `sh` with one `cmp` a file: it runs once an attempt, hundreds of times a step.
+`cmp` stops at the first difference and `-f` refuses pipes and devices, so nothing an agent leaves behind can make it
+slow.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""The laptop policy: a Qwen3-shaped decoder of about one million parameters, freshly initialised as a Hugging Face
+directory.
+
+Hidden 128, 4 layers, 4 heads with 2 key-value heads of 32, MLP 384, tied embeddings, 1,024 tokens. Every value that
+an engine or trainer reads is written out, so that SGLang, transformers and Megatron-core agree without relying on
+anybody's defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from rl360.policy.tokenizer import END, PAD, VOCAB_SIZE, save_tokenizer
+
+CONTEXT_TOKENS = 2048
+ROPE_THETA = 10_000.0
+LAYERS = 4
+
+
+def model_config(tokenizer: Tokenizer, layers: int = LAYERS) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        hidden_act="silu",
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        max_position_embeddings=CONTEXT_TOKENS,
+        initializer_range=0.02,
+        attention_bias=False,
+        attention_dropout=0.0,
+        use_sliding_window=False,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.token_to_id(END),
+        pad_token_id=tokenizer.token_to_id(PAD),
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+
+
+def new_model(tokenizer: Tokenizer, seed: int, layers: int = LAYERS) -> Qwen3ForCausalLM:
+    """Random fp32 weights as a pure function of `seed`; the caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(model_config(tokenizer, layers))
+
+
+def write_model(folder: Path, tokenizer: Tokenizer, seed: int, layers: int = LAYERS) -> Path:
+    """Write a loadable Hugging Face directory: config, generation config, safetensors, tokenizer and chat template."""
+    os.makedirs(folder, exist_ok=True)
+    model = new_model(tokenizer, seed, layers)
+    model.generation_config = GenerationConfig(
+        bos_token_id=None, eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
+    )
+    model.save_pretrained(str(folder))
+    save_tokenizer(tokenizer, folder)
+    return folder

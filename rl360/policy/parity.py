@@ -1,0 +1,94 @@
+"""How far the parts that compute log-probs are apart: transformers, Megatron-core (both fp32) and a serving engine
+(bf16).
+
+The first gap must be rounding only (`PARITY_LIMIT`), else the trainer optimises another model than the engine serves.
+The engine's gap is reported, not judged: it is what the objective's importance weights correct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from rl360.errors import BadInput, ServiceError
+
+PARITY_LIMIT = 1e-4
+_ENGINE_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Absolute log-prob difference over `tokens` positions."""
+
+    mean: float
+    maximum: float
+    tokens: int
+
+
+def gap(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Gap:
+    """Both: one float array [T - 1] per sequence."""
+    apart = np.abs(
+        np.concatenate([np.asarray(a, np.float64) - np.asarray(b, np.float64) for a, b in zip(one, other, strict=True)])
+    )
+    return Gap(mean=float(apart.mean()), maximum=float(apart.max()), tokens=len(apart))
+
+
+def probe_sequences(hf_dir: Path, count: int, seed: int = 991) -> list[np.ndarray]:
+    """`count` whole demonstrations in the tokenizer of `hf_dir`: int32 [T] each."""
+    from tokenizers import Tokenizer
+
+    from rl360.policy.demonstrations import demonstrations
+    from rl360.policy.tokenizer import RawEncoder
+
+    path = hf_dir / "tokenizer.json"
+    if not path.is_file():
+        raise BadInput(
+            f"{hf_dir} is not a model directory: {path.name} is missing; make one with `rl360 model warm-start`"
+        )
+    return [ids for ids, _ in demonstrations(seed, count, 0.5, RawEncoder(Tokenizer.from_file(str(path))))]
+
+
+def transformers_logprobs(hf_dir: Path, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """log p(token t | before) in fp32 by transformers: float32 [T - 1] per sequence."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(hf_dir), dtype=torch.float32, local_files_only=True).eval()
+    found = []
+    with torch.no_grad():
+        for sequence in sequences:
+            ids = torch.from_numpy(sequence.astype(np.int64))[None]  # [1, T]
+            scores = torch.log_softmax(
+                model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1
+            )  # [T - 1, vocab]
+            found.append(scores.gather(-1, ids[0, 1:, None])[:, 0].numpy())
+    return found
+
+
+def engine_logprobs(engine_url: str, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The engine's own log-probs of the same tokens (its dtype): float32 [T - 1] per sequence."""
+    found = []
+    with httpx.Client(base_url=engine_url, timeout=_ENGINE_DEADLINE_S) as client:
+        for number, sequence in enumerate(sequences):
+            body = {
+                "input_ids": sequence.tolist(),
+                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+            try:
+                reply = client.post("/generate", json=body)
+                reply.raise_for_status()
+                rows = reply.json()["meta_info"]["input_token_logprobs"]
+            except (httpx.HTTPError, KeyError, ValueError) as error:
+                raise ServiceError(
+                    f"engine {engine_url}: cannot score sequence {number}: {type(error).__name__}: {error}"
+                ) from error
+            if [row[1] for row in rows] != sequence.tolist():
+                raise ServiceError(f"engine {engine_url}: scored other tokens than sequence {number} holds")
+            found.append(np.asarray([row[0] for row in rows[1:]], np.float32))
+    return found
