@@ -1,4 +1,4 @@
-"""Async client of one SGLang engine's control calls. A deadline on every call; nothing is sent that could kill the engine.
+"""Async client of one SGLang engine's control calls. A deadline on every call; nothing is sent that could kill it.
 
 What SGLang does with bad requests is measured (docs/weights.md): an unknown tensor name is accepted in silence and a
 wrong shape ends the process, so names, shapes and dtypes are checked against the known tensors before a call leaves.

@@ -36,7 +36,7 @@ class EngineState(StrEnum):
 
 
 _NEXT = {
-    EngineState.JOINING: {EngineState.LOADING, EngineState.SUSPECT},
+    EngineState.JOINING: {EngineState.LOADING, EngineState.SUSPECT, EngineState.DRAINING},
     EngineState.LOADING: {EngineState.CONFIRMED, EngineState.SUSPECT, EngineState.DRAINING},
     EngineState.CONFIRMED: {EngineState.SERVING, EngineState.SUSPECT, EngineState.DRAINING},
     EngineState.SERVING: {EngineState.LOADING, EngineState.DRAINING, EngineState.SUSPECT},
@@ -50,7 +50,9 @@ _NEXT = {
 def advance(state: EngineState, to: EngineState) -> EngineState:
     """The new state; a move the machine doesn't have is a bug and is refused."""
     if to not in _NEXT[state]:
-        raise Rl360Error(f"engine state {state} cannot become {to}; allowed: {', '.join(sorted(_NEXT[state])) or 'none'}")
+        raise Rl360Error(
+            f"engine state {state} cannot become {to}; allowed: {', '.join(sorted(_NEXT[state])) or 'none'}"
+        )
     return to
 
 

@@ -1,4 +1,4 @@
-"""Async client of the gateway (SMG): which engines get traffic. Adding and removing are queued there, so both are awaited."""
+"""Async client of the gateway (SMG): which engines get traffic. It queues adding and removing, so both are awaited."""
 
 from __future__ import annotations
 

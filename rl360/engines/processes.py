@@ -125,7 +125,7 @@ def tree_of_pid(pid: int) -> ProcessTree | None:
 
 
 def _group_members(tree: ProcessTree) -> list[int]:
-    """Living pids of the tree's own process group. A group id is only reused once the group is empty and its pid free."""
+    """Living pids of the tree's own process group. A group id is reused only once the group is empty."""
     group = tree.group
     leader = identify(tree.root.pid)
     if group is None or (leader is not None and leader != tree.root):
@@ -169,7 +169,7 @@ async def end_tree(tree: ProcessTree | None, deadline_s: float) -> EndProof:
 
 
 def _living(tree: ProcessTree) -> list[int]:
-    """Pids to end: members that live, what they started since, and the group. Children first would let a parent respawn."""
+    """Pids to end, parents first so that none respawns a child: living members, their children, the group."""
     pids: dict[int, None] = {}
     for member in tree.members:
         if alive(member):

@@ -23,11 +23,9 @@ class TrainerConflict(ServiceError):
 
 
 class TrainerClient:
-    """One trainer, rank 0's HTTP. `headers` carry the bearer token; `deadline_s` is for calls that compute nothing long."""
+    """One trainer, rank 0's HTTP. `headers` carry the bearer token; `deadline_s` is the default of every call."""
 
-    def __init__(
-        self, url: str, http: httpx.AsyncClient, headers: dict[str, str], deadline_s: float = 60.0
-    ) -> None:
+    def __init__(self, url: str, http: httpx.AsyncClient, headers: dict[str, str], deadline_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
         self.deadline_s = deadline_s
         self._http = http
@@ -47,7 +45,9 @@ class TrainerClient:
         except httpx.TimeoutException:
             raise ServiceError(f"{where}: no answer within {deadline:g} s") from None
         except httpx.HTTPError as error:
-            raise ServiceError(f"{where}: no connection ({type(error).__name__}); is it up? try `rl360 status`") from None
+            raise ServiceError(
+                f"{where}: no connection ({type(error).__name__}); is it up? try `rl360 status`"
+            ) from None
         message = f"{where}: answered {reply.status_code}: {reply.text[:300].strip()}"
         if reply.status_code in (400, 422):
             raise BadInput(message)
@@ -78,7 +78,7 @@ class TrainerClient:
         return await self._ask("GET", "/health", None, deadline_s)
 
     async def open_run(self, run: str, deadline_s: float | None = None) -> dict[str, Any]:
-        """State of the run, opened (restored and replayed) when it wasn't: run, applied_steps, weights_digest, incarnation."""
+        """State of the run, restored and replayed first when needed: run, applied_steps, weights_digest, incarnation."""
         return await self._ask("GET", f"/runs/{run}", None, deadline_s)
 
     async def put_step(

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import httpx
@@ -55,6 +56,7 @@ class _Engine:
     calls: int = 0
     error: str = ""
     answered: bool = True
+    after_stop: bool = False
 
 
 class _TransferStopped(Exception):
@@ -82,14 +84,16 @@ class _Loop:
 
 
 def _connect(name: str, store: Any, world_size: int, timeout_s: float) -> Any:
-    """The gloo backend of rank 0. The prefixes are those of torch's `_new_process_group_helper` inside SGLang's group."""
+    """The gloo backend of rank 0, with the store prefixes that torch's `_new_process_group_helper` gives SGLang's side."""
     prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     return dist.ProcessGroupGloo(prefixed, 0, world_size, timedelta(seconds=timeout_s))
 
 
 def flatten(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The bucket's tensors back to back: uint8 [size_bytes]."""
-    return torch.cat([tensors[t.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in bucket.tensors])
+    return torch.cat(
+        [tensors[t.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in bucket.tensors]
+    )
 
 
 class BroadcastTransport:
@@ -99,6 +103,7 @@ class BroadcastTransport:
         self.address = address
         self._lock = threading.Lock()
         self._group: _Group | None = None
+        self._left: set[str] = set()  # groups this side left and engines may still hold
         self._epoch = 0
 
     def transfer(self, plan: PushPlan, tensors: Mapping[str, torch.Tensor]) -> TransferReport:
@@ -125,6 +130,7 @@ class BroadcastTransport:
     def _drop_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
+            self._left.add(group.name)
             # closes the connections at once, so a broadcast that still waits for a stuck engine ends too
             group.pg.abort()
 
@@ -145,9 +151,7 @@ class BroadcastTransport:
             for bucket in plan.buckets:
                 self._send(bucket, tensors, known, plan, engines, loop)
                 sent_bytes += bucket.size_bytes
-            self._everywhere(
-                engines, loop, lambda e: _counted(e, e.client.end_weight_update()), plan.call_deadline_s
-            )
+            self._everywhere(engines, loop, lambda e: _counted(e, e.client.end_weight_update()), plan.call_deadline_s)
         except _TransferStopped as stopped:
             error = str(stopped)
             self._drop_group()
@@ -156,7 +160,10 @@ class BroadcastTransport:
         return TransferReport(
             ok=not error,
             engines=tuple(
-                EngineTransfer(url=e.client.url, calls=e.calls, error=e.error, answered=e.answered) for e in engines
+                EngineTransfer(
+                    url=e.client.url, calls=e.calls, error=e.error, answered=e.answered, after_stop=e.after_stop
+                )
+                for e in engines
             ),
             sent_bytes=sent_bytes,
             seconds=round(time.monotonic() - began, 6),
@@ -167,14 +174,11 @@ class BroadcastTransport:
 
     def _build_group(self, plan: PushPlan, engines: list[_Engine], loop: _Loop) -> None:
         """Leave every older group, then meet the engines in a new one."""
-        old = [*plan.stale_groups, plan.group_name]
-        if self._group is not None and self._group.name not in old:
-            old.append(self._group.name)
         self._drop_group()
-        for name in old:
-            self._everywhere(
-                engines, loop, lambda e, name=name: _counted(e, e.client.destroy_group(name)), plan.call_deadline_s
-            )
+        old = self._left | {*plan.stale_groups, plan.group_name}
+        for name in sorted(old):
+            self._everywhere(engines, loop, partial(_leave, name=name), plan.call_deadline_s)
+        self._left.clear()
         world_size = len(engines) + 1
         timeout = timedelta(seconds=plan.call_deadline_s)
         store = dist.TCPStore(self.address, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -220,9 +224,7 @@ class BroadcastTransport:
                     e,
                     _counted(
                         e,
-                        e.client.update_from_distributed(
-                            bucket.tensors, known, plan.group_name, plan.call_deadline_s
-                        ),
+                        e.client.update_from_distributed(bucket.tensors, known, plan.group_name, plan.call_deadline_s),
                     ),
                 )
             )
@@ -243,9 +245,12 @@ class BroadcastTransport:
             except RuntimeError as error:
                 problem = f"broadcast: {str(error).splitlines()[0][:200]}"
         if problem:
+            first = {engine.rank for engine in engines if engine.error}
             self._drop_group()
             # those that only waited for the broken broadcast answer now; give them a moment, and no more
             self._settle(calls, engines, min(5.0, plan.call_deadline_s))
+            for engine in engines:
+                engine.after_stop = bool(engine.error) and engine.answered and engine.rank not in first
             raise _TransferStopped(problem)
         self._stop_on_error(engines, "receiving a bucket")
 
@@ -277,6 +282,10 @@ class BroadcastTransport:
 async def _counted(engine: _Engine, call: Awaitable[object]) -> None:
     engine.calls += 1
     await call
+
+
+async def _leave(engine: _Engine, name: str) -> None:
+    await _counted(engine, engine.client.destroy_group(name))
 
 
 async def _begin(engine: _Engine) -> None:

@@ -1,6 +1,6 @@
 """What an engine must answer to `/weights_checker`, computed from the trainer's own tensors.
 
-SGLang on a CPU: for each of its parameters the first 8 bytes of sha256 over the parameter's raw bytes, as 16 hex digits.
+SGLang on a CPU: for each of its parameters, 16 hex digits: the first 8 bytes of sha256 over its raw bytes.
 Its parameters are fused from Hugging Face tensors along the first axis: qkv = q, k, v; gate_up = gate, up; experts
 w13 = for each expert gate, up; w2 = for each expert down. Concatenating along the first axis concatenates bytes, so the
 hash runs over the parts in that order and nothing is copied. With tied embeddings the engine has no `lm_head.weight`.
@@ -56,5 +56,7 @@ def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise BadInput(f"tensor {name} is {tensor.dtype}; cast it to the engines' dtype (bfloat16) before a push")
-        specs.append(TensorSpec.model_validate({"name": name, "shape": tuple(tensor.shape), "dtype": _DTYPES[tensor.dtype]}))
+        specs.append(
+            TensorSpec.model_validate({"name": name, "shape": tuple(tensor.shape), "dtype": _DTYPES[tensor.dtype]})
+        )
     return specs

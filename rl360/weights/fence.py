@@ -16,8 +16,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,6 +28,7 @@ from rl360.weights.messages import PushRecord, parse_version
 
 _PUSH = "_fleet/push/"
 _GONE = "_fleet/gone/"
+M = TypeVar("M", bound=BaseModel)
 
 
 class Store(Protocol):
@@ -149,7 +149,7 @@ def _epochs(store: Store) -> tuple[set[int], set[int]]:
     return intents, ends
 
 
-def _read[M: BaseModel](store: Store, key: str, model: type[M]) -> M:
+def _read(store: Store, key: str, model: type[M]) -> M:
     try:
         return model.model_validate_json(store.get(key))
     except ValidationError as error:
@@ -216,7 +216,7 @@ def note_unconfirmed(store: Store, intent: Intent, engine: EngineIdentity, evide
 
 
 def confirm_gone(store: Store, url: str, reason: str, by: str) -> list[GoneConfirmation]:
-    """Record a person's word for every incarnation at `url` that an open intent names. `BadInput` when there is none."""
+    """Record a person's word for each incarnation at `url` that an open intent names; `BadInput` when none does."""
     if not reason.strip():
         raise BadInput("confirm-gone needs a reason: say how you know that the engine is gone")
     written = []
@@ -235,7 +235,9 @@ def confirm_gone(store: Store, url: str, reason: str, by: str) -> list[GoneConfi
             store.put_once(gone_key(engine.url, engine.incarnation), word.model_dump_json().encode())
             written.append(word)
     if not written:
-        raise BadInput(f"engine {url}: no unfinished push names it, so there is nothing to confirm (`rl360 fleet status`)")
+        raise BadInput(
+            f"engine {url}: no unfinished push names it, so there is nothing to confirm (`rl360 fleet status`)"
+        )
     return written
 
 
@@ -246,13 +248,8 @@ def check_version_advances(store: Store, run: str, version: str) -> None:
         raise BadInput(f"version {version!r} does not belong to run {run!r}")
     confirmed = [int(key.rpartition("/")[2]) for key in store.list(f"_fleet/versions/{run}/")]
     if confirmed and steps < max(confirmed):
-        raise BadInput(f"version {version} is older than {run}:{max(confirmed)}, which engines already held; versions never go back")
+        raise BadInput(f"version {version}: engines already held {run}:{max(confirmed)}; versions never go back")
 
 
 def note_version(store: Store, run: str, version: str) -> None:
     store.put_once(f"_fleet/versions/{run}/{parse_version(version)[1]:08}", version.encode())
-
-
-def stale_groups(intents: Sequence[Intent]) -> list[str]:
-    """Groups that receivers of these intents may still be in."""
-    return sorted({intent.group_name for intent in intents})

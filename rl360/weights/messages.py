@@ -2,7 +2,8 @@
 
 The trainer's two push endpoints speak exactly these models as JSON:
 `POST /push/checksums`  `ChecksumRequest` -> `ChecksumReply`; 409 when the trainer doesn't hold that version.
-`POST /push/transfer`   `PushPlan` -> `TransferReport`; an engine that failed is a report with `ok=false`, not an HTTP error.
+`POST /push/transfer`   `PushPlan` -> `TransferReport`; 409 as above. An engine that failed is a report with `ok=false`,
+                        not an HTTP error.
 The record of a push, `PushRecord`, is what the store keeps in `push.json`.
 """
 
@@ -92,6 +93,7 @@ class EngineTransfer(_Message):
     calls: int = Field(ge=0)
     error: str = ""
     answered: bool = Field(description="False: a call got no answer (no connection, or past its deadline)")
+    after_stop: bool = Field(False, description="it failed only after the transfer was stopped: likely a victim")
 
 
 class TransferReport(_Message):

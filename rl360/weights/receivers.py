@@ -1,0 +1,244 @@
+"""The engines during one push: each slot's state, and the calls that move it. Owned by the push that made it.
+
+Nothing here decides about other pushes; `push.py` does. Every method ends within its deadlines, and an engine that
+can't be brought along is fenced: out of the gateway, its processes ended, their end proven, or `CleanupUnconfirmed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from rl360.engines.client import EngineClient, EngineRefused
+from rl360.engines.fleet import EngineIdentity, EngineState, advance, probe_engine
+from rl360.engines.gateway import GatewayClient
+from rl360.engines.processes import end_tree
+from rl360.errors import CleanupUnconfirmed, ServiceError
+from rl360.weights import fence
+from rl360.weights.messages import EngineOutcome
+
+END_DEADLINE_S = 15.0
+GATEWAY_DEADLINE_S = 20.0
+
+
+@dataclass
+class Slot:
+    """One receiver."""
+
+    identity: EngineIdentity
+    client: EngineClient
+    state: EngineState
+    calls: int = 0
+    strikes: int = 0
+    reason: str = ""
+    was_serving: bool = False
+    paused_at: float | None = None
+    resumed_at: float | None = None
+
+    @property
+    def url(self) -> str:
+        return self.identity.url
+
+    @property
+    def paused_s(self) -> float:
+        if self.paused_at is None:
+            return 0.0
+        return round((self.resumed_at or time.monotonic()) - self.paused_at, 6)
+
+    def move(self, to: EngineState) -> None:
+        self.state = advance(self.state, to)
+
+    def outcome(self) -> EngineOutcome:
+        paused_s = self.paused_s if self.was_serving else 0.0
+        return EngineOutcome(
+            identity=self.identity, state=self.state, calls=self.calls, paused_s=paused_s, reason=self.reason
+        )
+
+
+@dataclass
+class Receivers:
+    """All slots of a push."""
+
+    store: fence.Store
+    gateway: GatewayClient
+    intent: fence.Intent
+    slots: list[Slot]
+    min_engines: int
+    call_deadline_s: float
+    probe_deadline_s: float
+    notes: list[str] = field(default_factory=list)
+
+    def in_state(self, state: EngineState) -> list[Slot]:
+        return [slot for slot in self.slots if slot.state is state]
+
+    def require(self, state: EngineState, doing: str) -> list[Slot]:
+        """Those in `state`; `ServiceError` when fewer than the push needs are left."""
+        left = self.in_state(state)
+        if len(left) < self.min_engines:
+            lost = "; ".join(f"{slot.url}: {slot.reason}" for slot in self.slots if slot.reason)
+            raise ServiceError(
+                f"push of {self.intent.version}: {len(left)} engines left while {doing}, min_engines is "
+                f"{self.min_engines} ({lost or 'none lost'})"
+            )
+        return left
+
+    async def each(self, slots: list[Slot], call: Callable[[Slot], Awaitable[None]]) -> list[tuple[Slot, ServiceError]]:
+        """Run `call` on all slots at once; those that failed, with why."""
+
+        async def one(slot: Slot) -> ServiceError | None:
+            try:
+                await call(slot)
+            except ServiceError as error:
+                return error
+            return None
+
+        errors = await asyncio.gather(*(one(slot) for slot in slots))
+        return [(slot, error) for slot, error in zip(slots, errors, strict=True) if error is not None]
+
+    async def pause(self, mode: str) -> None:
+        """joining or serving -> loading; no engine generates from here on."""
+
+        async def one(slot: Slot) -> None:
+            slot.paused_at = time.monotonic()
+            await slot.client.pause(mode, self.call_deadline_s)
+            slot.move(EngineState.LOADING)
+
+        for slot, error in await self.each(self.slots, one):
+            await self.fence_off(slot, str(error))
+        self.require(EngineState.LOADING, "pausing")
+
+    async def rename(self, version: str) -> None:
+        """Name the weights of all loading engines, so that what they hold is never called more than it is."""
+
+        async def one(slot: Slot) -> None:
+            await slot.client.set_weight_version(version, self.call_deadline_s)
+
+        for slot, error in await self.each(self.in_state(EngineState.LOADING), one):
+            await self.fence_off(slot, str(error))
+        self.require(EngineState.LOADING, "naming the weights")
+
+    async def confirm(self, expected: dict[str, str]) -> None:
+        """loading -> confirmed by reading every parameter's checksum back."""
+        wrong: list[tuple[Slot, str]] = []
+
+        async def one(slot: Slot) -> None:
+            held = await slot.client.checksums(self.call_deadline_s)
+            different = sorted(n for n in held.keys() | expected.keys() if held.get(n) != expected.get(n))
+            if different:
+                name = different[0]
+                reason = (
+                    f"{len(different)} of {len(expected)} parameters differ from the trainer's, first {name}: "
+                    f"holds {held.get(name)}, expected {expected.get(name)}"
+                )
+                wrong.append((slot, reason))
+            else:
+                slot.move(EngineState.CONFIRMED)
+
+        loading = self.in_state(EngineState.LOADING)
+        silent = await self.each(loading, one)
+        if wrong and len(wrong) == len(loading):
+            # every engine alike: the fault is not theirs, and ending the whole fleet would mend nothing
+            raise ServiceError(f"push of {self.intent.version}: no engine holds what was sent; {wrong[0][1]}")
+        for slot, reason in [*wrong, *((slot, str(error)) for slot, error in silent)]:
+            await self.fence_off(slot, reason)
+        self.require(EngineState.CONFIRMED, "confirming")
+
+    async def serve(self, version: str, flush: bool) -> None:
+        """confirmed -> serving: name the version and read it back, drop old KV, resume, open the gateway."""
+
+        async def one(slot: Slot) -> None:
+            await slot.client.set_weight_version(version, self.call_deadline_s)
+            held = await slot.client.weight_version(self.call_deadline_s)
+            if held != version:
+                raise EngineRefused(f"engine {slot.url}: says it holds {held!r} after being told {version!r}", 200)
+            if flush:
+                await slot.client.flush_cache(self.call_deadline_s)
+            await slot.client.resume(self.call_deadline_s)
+            slot.resumed_at = time.monotonic()
+
+        confirmed = self.in_state(EngineState.CONFIRMED)
+        for slot, error in await self.each(confirmed, one):
+            await self.fence_off(slot, str(error))
+        ready = self.require(EngineState.CONFIRMED, "resuming")
+        await asyncio.gather(*(self.gateway.add(slot.url, GATEWAY_DEADLINE_S) for slot in ready))
+        for slot in ready:
+            slot.move(EngineState.SERVING)
+
+    async def fence_off(self, slot: Slot, reason: str) -> None:
+        """-> suspect -> fenced -> gone: out of the gateway, processes ended, end proven."""
+        slot.reason = reason
+        slot.move(EngineState.SUSPECT)
+        gateway_error = ""
+        try:
+            await self.gateway.remove(slot.url, GATEWAY_DEADLINE_S)
+        except ServiceError as error:
+            gateway_error = str(error)  # a gateway that is down sends no traffic; the end of the process decides
+        slot.move(EngineState.FENCED)
+        proof = await end_tree(slot.identity.process, END_DEADLINE_S)
+        if not proof.gone:
+            note = await asyncio.to_thread(
+                fence.note_unconfirmed, self.store, self.intent, slot.identity, f"{reason}; {proof.evidence}"
+            )
+            raise CleanupUnconfirmed(unconfirmed_text([note]))
+        slot.move(EngineState.GONE)
+        slot.reason = f"{reason}; ended: {proof.evidence}" + (f"; {gateway_error}" if gateway_error else "")
+
+    async def fence_silent(self, suspects: list[Slot]) -> list[Slot]:
+        """Fence those that don't answer, one at a time in group order: a receiver that only waited for a dead neighbour
+        answers as soon as the neighbour's connections close. Returns the fenced."""
+        fenced = []
+        for slot in suspects:
+            probe = await probe_engine(slot.client, self.probe_deadline_s)
+            same = probe.identity is not None and probe.identity.incarnation == slot.identity.incarnation
+            if not same:
+                await self.fence_off(slot, probe.reason or "restarted during the push")
+                fenced.append(slot)
+        return fenced
+
+    async def release(self) -> bool:
+        """After a failed push: no engine stays paused, half written and serving, or in a group. True: all are clean.
+
+        Engines that were confirmed and resumed are left alone. The others go out of the gateway, drop their requests
+        and run again under the loading mark's name; one that doesn't answer is fenced. Failures here are noted, not
+        raised: the push already fails for a reason of its own.
+        """
+
+        async def one(slot: Slot) -> None:
+            await self.gateway.remove(slot.url, GATEWAY_DEADLINE_S)
+            deadline_s = self.call_deadline_s + 5.0
+            await slot.client.abort_all(deadline_s)
+            await slot.client.destroy_group(self.intent.group_name, deadline_s)
+            try:
+                await slot.client.end_weight_update(deadline_s)
+            except EngineRefused as error:
+                if "no weight-update session" not in str(error):
+                    raise
+            await slot.client.resume(deadline_s)
+            slot.resumed_at = time.monotonic()
+
+        left_alone = (EngineState.SUSPECT, EngineState.FENCED, EngineState.GONE)
+        held = [s for s in self.slots if s.paused_at and not s.resumed_at and s.state not in left_alone]
+        clean = not self.in_state(EngineState.FENCED) and not self.in_state(EngineState.SUSPECT)
+        failed = {slot.url: error for slot, error in await self.each(held, one)}
+        for slot in held:
+            if slot.url not in failed:
+                slot.move(EngineState.DRAINING)
+                continue
+            try:
+                await self.fence_off(slot, str(failed[slot.url]))
+            except CleanupUnconfirmed as error:
+                clean = False
+                self.notes.append(str(error))
+        return clean
+
+
+def unconfirmed_text(notes: list[fence.Unconfirmed]) -> str:
+    """One line: who, what was seen, how to go on."""
+    parts = [f"engine {note.identity.url} (incarnation {note.identity.incarnation}): {note.evidence}" for note in notes]
+    commands = " && ".join(note.command for note in notes)
+    return (
+        f"push epoch {notes[0].epoch}: not proven gone: {'; '.join(parts)}. "
+        f"When you know that it is gone: {commands}; then resume the step"
+    )
