@@ -8,8 +8,7 @@ from prefect import task
 
 from rl360.config.run import RunConfig
 from rl360.store.manifest import Manifest
-from rl360.training.client import TrainerClient
-from tasks.durable import RULES, Job, Produced, once
+from tasks.durable import RULES, Job, Produced, once, trainer_client
 
 
 @task(name="checkpoint", **RULES)
@@ -22,6 +21,6 @@ async def _checkpoint(job: Job) -> Produced:
     every = job.config.trainer.checkpoint_every
     if (job.step + 1) % every and job.step + 1 != job.config.steps:
         return Produced(info={"due": False, "every": every})
-    async with TrainerClient.from_services(job.services) as trainer:
+    async with trainer_client(job) as trainer:
         saved = await trainer.checkpoint(job.run, job.step, job.config.deadlines.train_s)
     return Produced(info={"due": True, **saved})

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from prefect import get_run_logger
 from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
@@ -24,6 +26,7 @@ from rl360.config.services import Services, load_services
 from rl360.errors import EngineChurn, ServiceError, StoreUnavailable
 from rl360.store.manifest import Manifest, ObjectRef, commit_manifest, read_manifest
 from rl360.store.object_store import ObjectStore
+from rl360.training.client import TrainerClient
 
 SAFE_TO_REPEAT = (StoreUnavailable, ServiceError, EngineChurn)
 
@@ -104,3 +107,10 @@ def once(config: RunConfig, step: int, name: str, work: Callable[[Job], Produced
             started_at=started_at,
         ),
     )
+
+
+@asynccontextmanager
+async def trainer_client(job: Job) -> AsyncIterator[TrainerClient]:
+    """A client of the trainer for the duration of one task."""
+    async with httpx.AsyncClient() as http:
+        yield TrainerClient(job.services.trainer_url, http, job.services.auth_headers())

@@ -76,10 +76,10 @@ async def _run_wave(
         refs[record.attempt_id] = put_object(job.store, key, pack(record.to_wire()))
         records[record.attempt_id] = record
 
-    async with RolloutClient(job.services, job.config, job.step, weight_version) as client:
-        async with asyncio.TaskGroup() as group:
-            for spec in specs:
-                earlier = []
-                while (stored := records.get(spec.attempt_id(len(earlier)))) is not None:
-                    earlier.append(stored)
-                group.create_task(roll_out_slot(client, spec, earlier, keep))
+    client = RolloutClient(job.services, job.config, job.step, weight_version)
+    async with client, asyncio.TaskGroup() as group:
+        for spec in specs:
+            earlier = []
+            while (stored := records.get(spec.attempt_id(len(earlier)))) is not None:
+                earlier.append(stored)
+            group.create_task(roll_out_slot(client, spec, earlier, keep))

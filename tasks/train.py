@@ -12,8 +12,7 @@ from prefect import task
 from rl360.config.run import RunConfig
 from rl360.store.layout import step_key
 from rl360.store.manifest import Manifest, put_object
-from rl360.training.client import TrainerClient
-from tasks.durable import RULES, Job, Produced, once
+from tasks.durable import RULES, Job, Produced, once, trainer_client
 
 
 @task(name="train", **RULES)
@@ -24,7 +23,7 @@ def train(config: RunConfig, step: int) -> Manifest:
 
 async def _train(job: Job) -> Produced:
     batch = job.manifest("filter_groups").objects[0]
-    async with TrainerClient.from_services(job.services) as trainer:
+    async with trainer_client(job) as trainer:
         result = await trainer.put_step(job.run, job.step, batch.key, batch.sha256, job.config.deadlines.train_s)
     key = step_key(job.run, job.step, "train.json")
     ref = put_object(job.store, key, job.store.get_required(key))

@@ -105,7 +105,7 @@ class DeadlinesConfig(_Section):
 
 
 class ObjectiveConfig(_Section):
-    """Filter, baseline and loss. Defaults: GRPO without std normalisation, asymmetric clip, truncated importance sampling."""
+    """Filter, baseline and loss. Defaults: GRPO without std normalisation, asymmetric clip, truncated weights."""
 
     estimator: Literal["grpo"] = "grpo"
     normalize_std: bool = Field(False, description="divide advantages by the group's standard deviation")

@@ -71,7 +71,8 @@ class ObjectStore:
             if code in _MISSING:
                 raise KeyError(key) from None
             raise StoreUnavailable(
-                f"object store {self.endpoint_url} refused to {verb} {self.bucket}/{key}: {code}; check credentials and bucket"
+                f"object store {self.endpoint_url} refused to {verb} {self.bucket}/{key}: {code}; "
+                "check credentials and bucket"
             ) from None
         except botocore.exceptions.BotoCoreError as error:
             raise StoreUnavailable(

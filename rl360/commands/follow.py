@@ -1,0 +1,81 @@
+"""Follow a run in the terminal: one table row per finished step, and what the step at work is doing.
+
+Reads the object store (manifests, records, ledgers) and the flow run's state; it starts and stops nothing, so leaving
+it with Ctrl-C leaves the run alone.
+"""
+
+from __future__ import annotations
+
+import time
+
+import typer
+
+from rl360.commands.prefect_api import TERMINAL, PrefectApi
+from rl360.config.run import RunConfig
+from rl360.config.services import Services
+from rl360.errors import Rl360Error, StoreUnavailable
+from rl360.ledger.metrics import step_json
+from rl360.ledger.read import read_step
+from rl360.report.live import LiveTable
+from rl360.store.layout import step_key
+from rl360.store.manifest import read_manifest
+from rl360.store.object_store import ObjectStore
+from rl360.store.progress import finished_steps
+
+_POLL_S = 1.0
+_TASKS = ("filter_groups", "train", "push_weights", "checkpoint", "report")
+
+
+def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> None:
+    """Show the run until its flow run ends (or, without one, what there is). `Rl360Error` when it did not complete."""
+    store = ObjectStore.from_services(services)
+    api = PrefectApi(services.prefect_api_url, services.prefect_ui_url)
+    shown: set[int] = set()
+    try:
+        with LiveTable(config.run, config.steps) as table:
+            while True:
+                state = api.flow_run(flow_run_id) if flow_run_id else None
+                ended = state is None or state.state in TERMINAL
+                try:
+                    _show_new_steps(store, config.run, shown, table)
+                    if state is not None and not ended:
+                        table.update_phase(_phase(store, config, len(shown), state.state_name))
+                except StoreUnavailable as error:
+                    table.update_phase(str(error))
+                if ended:
+                    break
+                time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        typer.echo(f"left; the run goes on. Watch it again with `rl360 run watch {config.run}`")
+        return
+    if state is not None and state.state != "COMPLETED":
+        raise Rl360Error(
+            f"run {config.run} ended as {state.state_name} after {len(shown)} of {config.steps} steps: "
+            f"{' '.join(state.message.split())[:300]}; details: {api.run_url(state.id)}; nothing committed is lost, go on "
+            f"with `rl360 run resume {config.run}`"
+        )
+
+
+def _show_new_steps(store: ObjectStore, run: str, shown: set[int], table: LiveTable) -> None:
+    for step in finished_steps(store, run):
+        if step not in shown:
+            table.add_step(step_json(read_step(store, run, step)))
+            shown.add(step)
+
+
+def _phase(store: ObjectStore, config: RunConfig, step: int, state_name: str) -> str:
+    """What the step at work is doing, from what it has stored."""
+    if state_name not in ("Running", "Cancelling"):
+        return f"flow run is {state_name}"
+    if step >= config.steps:
+        return "finishing"
+    groups = read_manifest(store, config.run, step, "sample_groups")
+    if groups is None:
+        return f"step {step}: sampling groups"
+    if read_manifest(store, config.run, step, "collect") is None:
+        records = len(store.list(step_key(config.run, step, "attempts/")))
+        return f"step {step}: rollouts {records}/{groups.counts['attempts']}" if records else f"step {step}: engines"
+    for task in _TASKS:
+        if read_manifest(store, config.run, step, task) is None:
+            return f"step {step}: {task.replace('_', ' ')}"
+    return f"step {step}: done"
