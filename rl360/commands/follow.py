@@ -51,8 +51,8 @@ def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> No
     if state is not None and state.state != "COMPLETED":
         raise Rl360Error(
             f"run {config.run} ended as {state.state_name} after {len(shown)} of {config.steps} steps: "
-            f"{' '.join(state.message.split())[:300]}; details: {api.run_url(state.id)}; nothing committed is lost, go on "
-            f"with `rl360 run resume {config.run}`"
+            f"{' '.join(state.message.split())[:300]}; details: {api.run_url(state.id)}; nothing committed is "
+            f"lost, go on with `rl360 run resume {config.run}`"
         )
 
 
