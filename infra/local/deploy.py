@@ -1,0 +1,87 @@
+"""Apply `prefect.yaml` once per content: `python -m infra.local.deploy`, run by the supervisor after the worker.
+
+Contract: exits 0 when the work pool exists and every deployment of prefect.yaml is registered with this server. The
+deploy itself costs a Prefect start-up, so it is skipped when this home's stamp names the same content and the server
+still holds as many deployments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import yaml
+
+from infra.local.plan import REPO_ROOT, WORK_POOL, binary
+from infra.local.state import write_atomic
+
+STAMP_FILE = "deployments.stamp"
+DEADLINE_S = 150.0
+# whatever can change a deployment: its declaration, the flows' signatures, the parameters' schema
+SOURCES = ("prefect.yaml", "flows/*.py", "rl360/config/*.py")
+
+
+def content_digest(root: Path) -> str:
+    """Digest of every file that shapes a deployment."""
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(root.glob(pattern)):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def declared(root: Path) -> int:
+    """How many deployments prefect.yaml declares."""
+    return len(yaml.safe_load((root / "prefect.yaml").read_text())["deployments"])
+
+
+def _call(api_url: str, path: str, body: dict[str, object] | None = None) -> object:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(api_url + path, data=data, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10.0) as reply:
+        return json.load(reply)
+
+
+def wait_for_pool(api_url: str, deadline_s: float) -> None:
+    """The worker makes the pool when it starts."""
+    give_up_s = time.monotonic() + deadline_s
+    while True:
+        try:
+            _call(api_url, f"/work_pools/{WORK_POOL}")
+            return
+        except (urllib.error.URLError, TimeoutError) as error:
+            if time.monotonic() > give_up_s:
+                raise SystemExit(f"work pool {WORK_POOL} did not appear within {deadline_s:.0f} s: {error}") from None
+        time.sleep(0.5)
+
+
+def main() -> int:
+    home, api_url = Path(os.environ["RL360_HOME"]), os.environ["PREFECT_API_URL"]
+    if not (REPO_ROOT / "prefect.yaml").is_file():
+        print(f"no prefect.yaml in {REPO_ROOT}: flows run from a checkout of the project", file=sys.stderr)
+        return 1
+    wait_for_pool(api_url, deadline_s=60.0)
+    stamp, digest, want = home / STAMP_FILE, content_digest(REPO_ROOT), declared(REPO_ROOT)
+    if stamp.is_file() and stamp.read_text().strip() == digest and _call(api_url, "/deployments/count", {}) == want:
+        print(f"{want} deployments are up to date")
+        return 0
+    command = [binary("prefect") or "prefect", "--no-prompt", "deploy", "--all"]
+    result = subprocess.run(command, cwd=REPO_ROOT, stdin=subprocess.DEVNULL, timeout=DEADLINE_S, check=False)
+    have = _call(api_url, "/deployments/count", {})
+    if result.returncode != 0 or not isinstance(have, int) or have < want:
+        print(f"prefect deploy: exit {result.returncode}, {have} of {want} deployments", file=sys.stderr)
+        return 1
+    write_atomic(stamp, f"{digest}\n".encode())
+    print(f"{want} deployments applied")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

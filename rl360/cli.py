@@ -1,0 +1,98 @@
+"""`rl360`: one program. A command's module is imported when the command is used, so that help comes at once.
+
+Errors a person can meet are one line on stderr: exit 2 for bad input, 1 for everything else that was found wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+
+from rl360.errors import BadInput, Rl360Error
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command: the module whose `register(app)` makes it, and the line `rl360 --help` shows."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "up": Entry("services", "Start the services and wait until they are ready."),
+    "status": Entry("services", "Show the services; exit 1 when something is not ready."),
+    "logs": Entry("services", "Print the end of a service's log."),
+    "down": Entry("services", "Stop everything and prove that nothing is left."),
+    "demo": Entry("demo", "Services, a run and its report in one go."),
+    "run": Entry("run", "Start, watch, list, resume and fork runs."),
+    "replay": Entry("run", "Run a past task again on its stored inputs and compare."),
+    "ledger": Entry("ledger", "What every token of a run became."),
+    "report": Entry("report", "Figures and the page of a run."),
+    "bench": Entry("bench", "Measure against a baseline."),
+    "fleet": Entry("fleet", "Engines: their states, and confirming that one is gone."),
+    "model": Entry("model", "The starting policy: warm start and parity."),
+    "tasks": Entry("tasks", "Task sets: list, check and try tasks."),
+}
+
+
+ABOUT = "RL post-training of coding agents: every step a Prefect flow, every token accounted for."
+
+
+def available() -> list[str]:
+    """Commands whose module is there."""
+    return [name for name, entry in COMMANDS.items() if importlib.util.find_spec(f"rl360.commands.{entry.module}")]
+
+
+def help_text() -> str:
+    """What `rl360 --help` prints, without importing any command."""
+    rows = "\n".join(f"  {name:<8}{COMMANDS[name].help}" for name in available())
+    return (
+        f"Usage: rl360 COMMAND [ARGS]...\n\n{ABOUT}\n\nCommands:\n{rows}\n\n"
+        "`rl360 COMMAND --help` explains one. Options: --help, --version.\nExample: rl360 up && rl360 run list"
+    )
+
+
+def run_command(name: str, argv: list[str]) -> None:
+    """Import the command's module and run it; leaves by SystemExit or by an error."""
+    import typer
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.callback()
+    def root() -> None:
+        """Keeps the command's name on the command line when the module registers only one."""
+
+    importlib.import_module(f"rl360.commands.{COMMANDS[name].module}").register(app)
+    app(args=[name, *argv], prog_name="rl360")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command line and exit with its code."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help"):
+        print(help_text())
+        sys.exit(0)
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"rl360 {version('rl360')}")
+        sys.exit(0)
+    try:
+        if args[0] not in available():
+            raise BadInput(f"no command {args[0]!r}; choose among {', '.join(available())}")
+        run_command(args[0], args[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Rl360Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
