@@ -78,7 +78,7 @@ class TrainerClient:
         return await self._ask("GET", "/health", None, deadline_s)
 
     async def open_run(self, run: str, deadline_s: float | None = None) -> dict[str, Any]:
-        """State of the run, restored and replayed first when needed: run, applied_steps, weights_digest, incarnation."""
+        """State of the run, restored and replayed first: run, applied_steps, weights_digest, incarnation."""
         return await self._ask("GET", f"/runs/{run}", None, deadline_s)
 
     async def put_step(

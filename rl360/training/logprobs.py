@@ -1,0 +1,35 @@
+"""Log-probs of given sequences under a Hugging Face model, computed by the training backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_TOKENS = 4096
+
+
+def megatron_logprobs(hf_dir: str | Path, seqs: Sequence[np.ndarray], max_tokens: int = MAX_TOKENS) -> list[np.ndarray]:
+    """log p(token t | tokens before it) for t >= 1: one float32 array [T - 1] per sequence, in order.
+
+    Runs in this process, alone (no port, no other process); refuses when the process is part of a group already.
+    """
+    import numpy as np
+
+    from rl360.training.megatron import parallel
+    from rl360.training.megatron.model import Layout
+    from rl360.training.megatron.policy import Policy
+    from rl360.training.packing import TrainSequence
+
+    samples = [
+        TrainSequence(np.asarray(s, np.int32), np.zeros(len(s), np.uint8), name=f"sequence {i}")
+        for i, s in enumerate(seqs)
+    ]
+    if not samples:
+        return []
+    with parallel.single_process():
+        policy = Policy(Path(hf_dir), Layout())
+        return policy.logprobs(samples, max(max_tokens, max(len(s.tokens) for s in samples)))

@@ -1,0 +1,61 @@
+"""Process groups: one call to enter Megatron's parallel state, one to leave it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+
+import torch
+
+from rl360.errors import BadInput
+from rl360.training.megatron.model import ON_CPU, Layout, parallel_state
+
+COLLECTIVE_DEADLINE_S = 600
+
+
+def _start_megatron(layout: Layout, seed: int) -> None:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    world = torch.distributed.get_world_size()
+    if world % (layout.tp * layout.pp):
+        raise BadInput(
+            f"{world} processes cannot hold tensor parallel {layout.tp} x pipeline parallel {layout.pp}: "
+            "start a multiple of the product"
+        )
+    parallel_state.initialize_model_parallel(
+        layout.tp, layout.pp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def enter(layout: Layout, seed: int = 0) -> None:
+    """Join the processes started by torchrun (its environment names them) under `layout`."""
+    backend = "gloo" if ON_CPU else "cpu:gloo,cuda:nccl"
+    torch.distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_DEADLINE_S))
+    _start_megatron(layout, seed)
+
+
+def relayout(layout: Layout, seed: int = 0) -> None:
+    """Split the same processes another way."""
+    parallel_state.destroy_model_parallel()
+    _start_megatron(layout, seed)
+
+
+def leave() -> None:
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def single_process(seed: int = 0) -> Iterator[None]:
+    """A group of this process alone, without a port; for work that is done inside a command or a flow run."""
+    if torch.distributed.is_initialized():
+        raise BadInput("this process is already part of a process group: run the work in a process of its own")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        _start_megatron(Layout(), seed)
+        yield
+    finally:
+        leave()

@@ -1,0 +1,203 @@
+"""A policy under training: Megatron model, gradient buffers and AdamW, with one way in (`step`) and one way out.
+
+All ranks call the same methods in the same order. A step whose loss or gradient is not finite changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl360.training.megatron import hf_map
+from rl360.training.megatron.hf_dir import read_tensors
+from rl360.training.megatron.model import ON_CPU, Layout, build_model, parallel_state, read_shape
+from rl360.training.megatron.modules import token_logprobs
+from rl360.training.packing import MicroBatch, TrainSequence, build, plan
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+METRICS = ("loss", "weight", "clipped", "tis", "abs_dlogp", "entropy")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# loss of one micro-batch: (log-probs, entropy, micro-batch on the device) -> sums in the order of METRICS, [0] with gradient
+LossSums = Callable[[torch.Tensor, torch.Tensor, "DeviceBatch"], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW with gradient clipping by global norm."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A micro-batch as tensors, all [rows, width]."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    mask: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over the whole batch. `applied` False: nothing was changed, because the loss or the gradient is not finite."""
+
+    applied: bool
+    grad_norm: float
+    sums: dict[str, float]
+
+
+def _to_device(batch: MicroBatch) -> DeviceBatch:
+    device = "cpu" if ON_CPU else "cuda"
+    fields = (batch.inputs, batch.targets, batch.mask, batch.logprobs, batch.advantages)
+    return DeviceBatch(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in fields))
+
+
+class Policy:
+    """The model at `hf_dir`, split over the current processes by `layout`; trainable when `optim` is given."""
+
+    def __init__(self, hf_dir: Path, layout: Layout, optim: Optim | None = None) -> None:
+        self.hf_dir, self.layout = hf_dir, layout
+        self.shape = read_shape(hf_dir)
+        self.core = build_model(self.shape, layout)
+        hf_map.load_hf(self.core, read_tensors(hf_dir), self.shape, layout)
+        self.model: Any = self.core
+        self.optimizer: Any = None
+        if optim is not None:
+            self.model = DistributedDataParallel(self.core.config, DistributedDataParallelConfig(), self.core)
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=optim.lr,
+                    adam_beta1=optim.beta1,
+                    adam_beta2=optim.beta2,
+                    adam_eps=optim.eps,
+                    weight_decay=optim.weight_decay,
+                    clip_grad=optim.grad_clip,
+                ),
+                [self.model],
+            )
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    def micro_batches(self, samples: Sequence[TrainSequence], max_tokens: int) -> list[MicroBatch]:
+        """This rank's micro-batches; every rank has the same number."""
+        multiple = self.layout.tp if self.layout.sequence_parallel else 1
+        groups = plan(
+            [len(s.tokens) for s in samples], max_tokens, parallel_state.get_data_parallel_world_size(), multiple
+        )
+        return [build(samples, g, multiple) for g in groups[parallel_state.get_data_parallel_rank()]]
+
+    def _run(self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float, forward_only: bool) -> list[Any]:
+        """The micro-batches through Megatron's schedule; on the last pipeline stage what `loss_sums` gave for each."""
+        group = parallel_state.get_tensor_model_parallel_group()
+
+        def on_logits(batch: DeviceBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            logprobs, entropy = token_logprobs(logits, batch.targets, group)
+            sums = loss_sums(logprobs, entropy, batch)
+            no_divisor = torch.zeros((), dtype=torch.int, device=logits.device)  # ours is applied right here
+            return sums[0] / divisor, no_divisor, [s.detach() for s in sums]
+
+        def forward_step(stream: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+            batch = _to_device(next(stream))
+            return model(batch.inputs, None, None), partial(on_logits, batch)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=self.model,
+            num_microbatches=len(batches),
+            seq_length=max(b.inputs.shape[1] for b in batches),
+            micro_batch_size=max(b.inputs.shape[0] for b in batches),
+            forward_only=forward_only,
+        )
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float) -> StepSums:
+        """One optimizer step on the gradient of (sum over all ranks' batches of the first sum) / divisor."""
+        sums, grad_norm = self.accumulate(batches, loss_sums, divisor)
+        finite = math.isfinite(grad_norm) and all(math.isfinite(v) for v in sums.values())
+        if finite:
+            self.optimizer.step()
+        return StepSums(finite, grad_norm, sums)
+
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float
+    ) -> tuple[dict[str, float], float]:
+        """Gradients into the buffers, reduced over all ranks; returns the sums and the global gradient norm."""
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        per_batch = self._run(batches, loss_sums, divisor, forward_only=False)
+        self.optimizer.prepare_grads()
+        total = torch.zeros(len(METRICS), dtype=torch.float64)
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            for sums in per_batch:
+                total += torch.stack([s.double().cpu() for s in sums])
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(total)
+        return dict(zip(METRICS, total.tolist(), strict=True)), float(self.optimizer.get_grad_norm())
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[TrainSequence], max_tokens: int) -> list[np.ndarray]:
+        """Log-prob of every token but the first, float32 [T - 1] per sample. Data parallel 1, last pipeline stage."""
+        self.model.eval()
+        batches = self.micro_batches(samples, max_tokens)
+        found = self._run(batches, lambda logprobs, entropy, batch: [logprobs], 1.0, forward_only=True)
+        out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
+        for batch, (values,) in zip(batches, found, strict=True):
+            for row, index in enumerate(batch.indices):
+                out[index] = values[row, : len(samples[index].tokens) - 1].float().cpu().numpy()
+        return out
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Full fp32 tensors by Hugging Face name on rank 0, {} elsewhere. Collective."""
+        return hf_map.gather_hf(self.core, self.shape, self.layout)
+
+    def _state(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """AdamW's state of a parameter; before the first step it is all zero, as AdamW itself would start."""
+        for part in self.optimizer.chained_optimizers:
+            if any(param is p for g in part.optimizer.param_groups for p in g["params"]):
+                state = part.optimizer.state[param]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state.update({m: torch.zeros_like(param) for m in MOMENTS})
+                return state
+        raise KeyError("parameter without an optimizer")
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Adam's moments under the same names, by moment. Collective, like `weights`."""
+        return {
+            m: hf_map.gather_hf(self.core, self.shape, self.layout, lambda p, m=m: self._state(p)[m]) for m in MOMENTS
+        }
+
+    def load(
+        self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], steps: int
+    ) -> None:
+        """Take the state that `weights` and `moments` described after `steps` optimizer steps."""
+        with torch.no_grad():
+            hf_map.load_hf(self.core, weights, self.shape, self.layout)
+            for m in MOMENTS:
+                hf_map.load_hf(self.core, moments[m], self.shape, self.layout, lambda p, m=m: self._state(p)[m])
+            for param in self.core.parameters():
+                self._state(param)["step"].fill_(steps)
