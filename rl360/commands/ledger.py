@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated, Any
+
 import orjson
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from rl360.config.services import load_services
-from rl360.ledger import metrics
-from rl360.ledger.checks import Check, check_ledger
-from rl360.ledger.read import read_run, read_step
-from rl360.ledger.step import StepLedger
-from rl360.store.object_store import ObjectStore
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rl360.ledger.checks import Check
+    from rl360.ledger.step import StepLedger
 
 DASH = "-"
+_STYLE: dict[str, Any] = {"title_justify": "left", "header_style": "bold", "box": None, "padding": (0, 0, 0, 1)}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    app.command("ledger", help=ledger.__doc__)(ledger)
+    """Add `rl360 ledger` to the command line."""
+    app.command("ledger")(ledger)
 
 
 def ledger(
-    run: str = typer.Argument(help="name of the run"),
-    step: int | None = typer.Option(None, min=0, help="one step only, with its sums in full"),
-    as_json: bool = typer.Option(False, "--json", help="one JSON object, for a program"),
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    step: Annotated[int | None, typer.Option(min=0, help="One step only, with its sums in full.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Where every attempt and every sampled token of a run went. Exits 1 when a sum does not hold.
 
     Example: rl360 ledger demo --step 3
     """
-    store = ObjectStore.from_services(load_services())
-    ledgers = read_run(store, run)
+    from rl360.config.services import load_services
+    from rl360.errors import BadInput
+    from rl360.ledger.checks import check_run
+    from rl360.ledger.metrics import run_json
+    from rl360.ledger.read import read_run
+    from rl360.store.object_store import ObjectStore
+
+    ledgers = read_run(ObjectStore.from_services(load_services()), run)
     checked = check_run(ledgers)
     if step is not None:
-        ledgers = [read_step(store, run, step)]
+        if step not in checked:
+            known = f"ledgers exist for steps {min(checked)} to {max(checked)}" if checked else "no step has one yet"
+            raise BadInput(f"run {run} has no ledger for step {step}; {known}")
+        ledgers = [book for book in ledgers if book.step == step]
         checked = {step: checked[step]}
-    if as_json:
-        typer.echo(orjson.dumps(metrics.run_json(run, ledgers)).decode())
+    if json:
+        typer.echo(orjson.dumps(run_json(run, ledgers)).decode())
     else:
-        console = Console()
-        for table in ledger_tables(run, ledgers):
-            console.print(table)
-        print_checks(console, checked, in_full=step is not None)
+        print_ledgers(run, ledgers, checked, in_full=step is not None)
     broken = [(k, check) for k, checks in checked.items() for check in checks if not check.holds]
     for k, check in broken:
         typer.echo(f"rl360: {run} step {k}: {check.name}: {check.line()}", err=True)
@@ -51,19 +58,23 @@ def ledger(
         raise typer.Exit(1)
 
 
-def check_run(ledgers: list[StepLedger]) -> dict[int, list[Check]]:
-    """Every check of every step, the one across steps (trained once) included."""
-    trained: set[str] = set()
-    checked = {}
-    for book in ledgers:
-        checked[book.step] = check_ledger(book, trained)
-        trained.update(book.trained_ids)
-    return checked
+def print_ledgers(run: str, ledgers: list[StepLedger], checked: dict[int, list[Check]], *, in_full: bool) -> None:
+    """Both tables, then the sums."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not ledgers:
+        console.print(f"{run}: no step has a ledger yet")
+        return
+    for table in ledger_tables(run, ledgers):
+        console.print(table)
+        console.print()
+    print_checks(console, checked, in_full=in_full)
 
 
 def ledger_tables(run: str, ledgers: list[StepLedger]) -> list[Table]:
-    """Attempts and reward, then tokens: one row a step, only the columns that are not all zero."""
-    return [_attempt_table(run, ledgers), _token_table(ledgers)]
+    """Attempts and reward, tokens by bucket (one row a step, no empty columns), then losses by cause if any."""
+    return [_attempt_table(run, ledgers), _token_table(ledgers), *_loss_tables(ledgers)]
 
 
 def print_checks(console: Console, checked: dict[int, list[Check]], *, in_full: bool) -> None:
@@ -72,21 +83,25 @@ def print_checks(console: Console, checked: dict[int, list[Check]], *, in_full: 
         for checks in checked.values():
             for check in checks:
                 mark = "[green]holds [/]" if check.holds else "[red]BROKEN[/]"
-                console.print(f"{mark} {check.name}: {check.line()}", highlight=False)
+                console.print(f"{mark} {check.name}: {check.line()}")
         return
     total = sum(len(checks) for checks in checked.values())
     broken = sum(not check.holds for checks in checked.values() for check in checks)
     colour = "red" if broken else "green"
-    console.print(f"[{colour}]{total - broken} of {total} sums hold[/] over {len(checked)} steps", highlight=False)
+    console.print(f"[{colour}]{total - broken} of {total} sums hold[/] over {len(checked)} steps")
 
 
 def _attempt_table(run: str, ledgers: list[StepLedger]) -> Table:
+    from rich.table import Table
+
+    from rl360.ledger import metrics
+
     outcomes = [metrics.outcome_counts(book) for book in ledgers]
-    names = _present(outcomes, ["passed", "failed", "truncated"])
-    table = Table(title=f"{run}: attempts", title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for name in ("step", "attempts", *names):
+    names = ["passed", "failed", "truncated"]
+    table = Table(title=f"{run}: attempts (groups: trained/all passed/all failed)", **_STYLE)
+    for name in ("step", "attempts", *names, "lost"):
         table.add_column(name, justify="right")
-    for name in ("groups", "trained", "all pass", "all fail", "reward", "kept", "infra", "loss"):
+    for name in ("groups", "reward", "kept", "infra", "loss"):
         table.add_column(name, justify="right")
     for book, counts in zip(ledgers, outcomes, strict=True):
         groups, reward = metrics.group_counts(book), metrics.reward_metrics(book)
@@ -94,7 +109,8 @@ def _attempt_table(run: str, ledgers: list[StepLedger]) -> Table:
             str(book.step),
             f"{len(book.attempts):,}",
             *(_count(counts.get(name, 0)) for name in names),
-            *(_count(groups[name]) for name in ("total", "trained", "all_pass", "all_fail")),
+            _count(sum(count for name, count in counts.items() if name not in names)),
+            f"{groups['trained']}/{groups['all_pass']}/{groups['all_fail']}",
             number(reward["unfiltered_mean_valid"], 3),
             number(reward["kept_mean"], 3),
             percent(reward["infra_rate"]),
@@ -104,9 +120,13 @@ def _attempt_table(run: str, ledgers: list[StepLedger]) -> Table:
 
 
 def _token_table(ledgers: list[StepLedger]) -> Table:
+    from rich.table import Table
+
+    from rl360.ledger import metrics
+
     tokens = [metrics.token_counts(book) for book in ledgers]
     names = _present(tokens, ["trained"])
-    table = Table(title="sampled tokens", title_justify="left", header_style="bold", box=None, pad_edge=False)
+    table = Table(title="sampled tokens", **_STYLE)
     for name in ("step", "sampled", *names, "loss weight"):
         table.add_column(name.replace("_", " "), justify="right")
     for book, counts in zip(ledgers, tokens, strict=True):
@@ -122,6 +142,24 @@ def _token_table(ledgers: list[StepLedger]) -> Table:
         table.add_section()
         table.add_row("all", f"{total:,}", *(_count(value) for value in sums), "")
     return table
+
+
+def _loss_tables(ledgers: list[StepLedger]) -> list[Table]:
+    from rich.table import Table
+
+    from rl360.ledger.metrics import run_losses
+
+    losses = run_losses(ledgers)
+    if not losses:
+        return []
+    table = Table(title="losses by cause", **_STYLE)
+    table.add_column("cause")
+    for name in ("attempts", "seconds", "tokens"):
+        table.add_column(name, justify="right")
+    for loss in losses:
+        row = (f"{loss['attempts']:,}", f"{loss['seconds']:,.1f}", f"{loss['tokens']:,}")
+        table.add_row(loss["cause"].replace("_", " "), *row)
+    return [table]
 
 
 def _present(counts: list[dict[str, int]], always: list[str]) -> list[str]:

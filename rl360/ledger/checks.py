@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,16 @@ class Check:
 def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> list[Check]:
     """All checks of one step. `trained_before`: attempt ids that earlier steps of the run trained."""
     return list(_checks(ledger, trained_before))
+
+
+def check_run(ledgers: Sequence[StepLedger]) -> dict[int, list[Check]]:
+    """All checks of every step in step order, the one across steps (trained once) included."""
+    trained: set[str] = set()
+    checked = {}
+    for ledger in ledgers:
+        checked[ledger.step] = check_ledger(ledger, trained)
+        trained.update(ledger.trained_ids)
+    return checked
 
 
 def refuse_broken(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> None:

@@ -96,6 +96,20 @@ def losses_by_cause(ledger: StepLedger) -> list[dict[str, Any]]:
     return sorted(causes, key=lambda cause: (-cause["attempts"], cause["cause"]))
 
 
+def run_losses(ledgers: Sequence[StepLedger]) -> list[dict[str, Any]]:
+    """What infrastructure cost over the whole run, by cause, most attempts first."""
+    total: dict[str, dict[str, Any]] = {}
+    for ledger in ledgers:
+        for cause in losses_by_cause(ledger):
+            entry = total.setdefault(
+                cause["cause"], {"cause": cause["cause"], "attempts": 0, "seconds": 0.0, "tokens": 0}
+            )
+            entry["attempts"] += cause["attempts"]
+            entry["seconds"] += cause["seconds"]
+            entry["tokens"] += cause["sampled_tokens"]
+    return sorted(total.values(), key=lambda entry: (-entry["attempts"], entry["cause"]))
+
+
 def attempt_bars(ledger: StepLedger) -> dict[str, int]:
     """Every attempt in one of the classes the picture stacks; sums to the number of attempts.
 

@@ -102,17 +102,19 @@ class PushReport:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> PushReport:
-        """From the push record (`push.json`); `engines` may be a list of names there."""
+        """From the push record (`push.json`). Its `engines` are outcomes with a state; those serving are counted."""
         missing = [name for name in cls.__dataclass_fields__ if name not in record]
         if missing:
             raise LedgerBroken(f"the push record lacks {', '.join(missing)}")
         engines = record["engines"]
+        if not isinstance(engines, int):
+            engines = sum(engine["state"] == "serving" for engine in engines)
         return cls(
             path=str(record["path"]),
             calls_per_engine=record["calls_per_engine"],
             bytes=int(record["bytes"]),
             paused_s=float(record["paused_s"]),
-            engines=int(engines) if isinstance(engines, int | float) else len(engines),
+            engines=engines,
         )
 
 

@@ -1,0 +1,197 @@
+"""The pictures of a run, as PNG bytes, drawn from its ledgers alone.
+
+Drawn with matplotlib's object interface on the Agg canvas: no display, no global state, safe in a worker thread.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from rl360.ledger import metrics
+from rl360.ledger.outcomes import SAMPLED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from rl360.ledger.step import StepLedger
+
+INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
+PASS, PASS_PALE, FAIL, FAIL_PALE = "#1b7f6b", "#a8d5cb", "#d9822b", "#f3d3ae"
+INFRA, OTHER = "#5b3a6e", "#c3c9d0"
+PHASE_COLOURS = (
+    "#9fb3c8",
+    "#c3c9d0",
+    "#486581",
+    "#7fb2a8",
+    "#8fa3b8",
+    "#1b7f6b",
+    "#d9822b",
+    "#b08bc4",
+    "#e0b7a0",
+    "#6b7785",
+)
+BARS = {
+    "trained_pass": ("trained, passed", PASS),
+    "trained_fail": ("trained, failed", FAIL),
+    "all_pass": ("in a group that all passed", PASS_PALE),
+    "all_fail": ("in a group that all failed", FAIL_PALE),
+    "other": ("dropped, other reason", OTHER),
+    "infra": ("lost to infrastructure", INFRA),
+}
+BUCKET_COLOURS = {
+    "trained": PASS,
+    "zero_disagreement": PASS_PALE,
+    "insufficient_valid": FAIL_PALE,
+    "infra": INFRA,
+    "after_truncation": FAIL,
+    "over_length": "#c0563d",
+    "prefix_break": "#8c2f39",
+    "stale": "#8fa3b8",
+}
+ROLLING_STEPS = 5
+# One box for all pictures, so that step k stands at the same place in each of them on the page.
+AXES_BOX = (0.055, 0.14, 0.70, 0.73)
+
+
+def run_figures(ledgers: Sequence[StepLedger], dpi: int = 144) -> dict[str, bytes]:
+    """PNG bytes by name: reward, attempts, anatomy, tokens. Needs at least one ledger."""
+    drawings = {"reward": _reward, "attempts": _attempts, "anatomy": _anatomy, "tokens": _tokens}
+    return {name: _png(draw, ledgers, dpi) for name, draw in drawings.items()}
+
+
+def _png(draw: Any, ledgers: Sequence[StepLedger], dpi: int) -> bytes:
+    figure = Figure(figsize=(9.6, 3.4), dpi=dpi)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes(AXES_BOX)
+    _style(axes)
+    draw(axes, ledgers)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+    return out.getvalue()
+
+
+def _style(axes: Axes) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_xlabel("step", color=MUTED, fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+
+
+def _title(axes: Axes, text: str) -> None:
+    left_edge = -AXES_BOX[0] / AXES_BOX[2]  # of the picture, in axes coordinates
+    axes.set_title(text, loc="left", x=left_edge, color=INK, fontsize=11, fontweight="bold", pad=12)
+
+
+def _legend(axes: Axes, *, reverse: bool = False) -> None:
+    axes.legend(
+        loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, labelcolor=INK, reverse=reverse
+    )
+
+
+def _steps(ledgers: Sequence[StepLedger]) -> np.ndarray:
+    return np.array([ledger.step for ledger in ledgers], dtype=np.float64)
+
+
+def _stack(axes: Axes, steps: np.ndarray, layers: Sequence[tuple[str, str, np.ndarray]]) -> None:
+    """Stacked bars, one layer a (label, colour, values `[steps]`); layers that are zero everywhere are left out."""
+    base = np.zeros(len(steps))
+    width = 0.82 if len(steps) <= 60 else 1.0
+    for label, colour, values in layers:
+        if values.any():
+            axes.bar(steps, values, width, bottom=base, color=colour, label=label, linewidth=0)
+            base = base + values
+    axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
+    axes.set_ylim(0, float(base.max()) * 1.02 or 1.0)
+    _legend(axes, reverse=True)
+
+
+def _attempts(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
+    bars = [metrics.attempt_bars(ledger) for ledger in ledgers]
+    layers = [(label, colour, np.array([bar[name] for bar in bars], float)) for name, (label, colour) in BARS.items()]
+    _stack(axes, _steps(ledgers), layers)
+    _title(axes, "Attempts per step, by what became of them")
+
+
+def _reward(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
+    steps = _steps(ledgers)
+    rewards = [metrics.reward_metrics(ledger) for ledger in ledgers]
+    unfiltered = [reward["unfiltered_mean_valid"] for reward in rewards]
+    kept = [reward["kept_mean"] for reward in rewards]
+    rolling = metrics.rolling_mean(unfiltered, ROLLING_STEPS)
+    axes.plot(
+        steps,
+        _floats(kept),
+        color=FAIL,
+        linewidth=1.2,
+        marker="o",
+        markersize=2.5,
+        alpha=0.9,
+        label="kept (trained) attempts",
+    )
+    axes.plot(
+        steps,
+        _floats(unfiltered),
+        color=PASS,
+        linewidth=0,
+        marker="o",
+        markersize=3.5,
+        alpha=0.55,
+        label="all verified attempts",
+    )
+    axes.plot(steps, _floats(rolling), color=PASS, linewidth=2.4, label=f"all verified, {ROLLING_STEPS}-step mean")
+    infra = np.array([reward["infra_rate"] or 0.0 for reward in rewards])
+    axes.bar(steps, infra, 0.82, color=INFRA, alpha=0.75, linewidth=0, label="infra rate (not a reward)")
+    axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
+    values = [value for value in unfiltered + kept if value is not None]
+    axes.set_ylim(min([0.0, *values]), max([1.0, *values]))
+    _title(axes, "Reward before and after the filter")
+    _legend(axes)
+
+
+def _anatomy(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
+    names = list(dict.fromkeys(name for ledger in ledgers for name in ledger.phases_s))
+    layers = [
+        (
+            name.replace("_", " "),
+            PHASE_COLOURS[i % len(PHASE_COLOURS)],
+            np.array([ledger.phases_s.get(name, 0.0) for ledger in ledgers]),
+        )
+        for i, name in enumerate(names)
+    ]
+    _stack(axes, _steps(ledgers), layers)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+    _title(axes, "Anatomy of a step: wall seconds per phase")
+
+
+def _tokens(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
+    counts = [metrics.token_counts(ledger) for ledger in ledgers]
+    layers = [
+        (
+            bucket.value.replace("_", " "),
+            BUCKET_COLOURS.get(bucket.value, OTHER),
+            np.array([count.get(bucket.value, 0) for count in counts], float),
+        )
+        for bucket in SAMPLED
+    ]
+    _stack(axes, _steps(ledgers), layers)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _thousands(value)))
+    _title(axes, "Where every sampled token went")
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k" if value >= 1e3 else f"{value:g}"
+
+
+def _floats(values: Sequence[float | None]) -> np.ndarray:
+    return np.array([np.nan if value is None else value for value in values])

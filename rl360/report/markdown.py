@@ -1,0 +1,129 @@
+"""The markdown of one step, shown as a Prefect artifact: outcomes, losses, reward, tokens, phases, push, pictures."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl360.ledger import metrics
+from rl360.report.page import fixed, percent
+
+if TYPE_CHECKING:
+    from rl360.ledger.step import StepLedger
+
+# Prefect keeps artifacts in its database and sends them whole to the browser: pictures stay small.
+PICTURE_BUDGET_BYTES = 300 * 1024
+ARTIFACT_DPI = 80
+
+
+def step_markdown(ledger: StepLedger, figures: Mapping[str, bytes]) -> str:
+    """Markdown of one step. `figures`: PNG bytes by name (`run_figures(ledgers, dpi=ARTIFACT_DPI)`).
+
+    Pictures are inlined as base64 in the order given while they fit into 300 KB together; one that does not is named.
+    """
+    step = metrics.step_json(ledger)
+    return "\n\n".join(
+        part
+        for part in (
+            f"# {ledger.run}, step {ledger.step}",
+            _reward(step),
+            _attempts(step),
+            _losses(step["losses_by_cause"]),
+            _tokens(step),
+            _training(ledger, step),
+            _phases(step["phases_s"]),
+            _pictures(figures),
+        )
+        if part
+    )
+
+
+def _reward(step: Mapping[str, Any]) -> str:
+    reward = step["reward"]
+    rows = [
+        ("all verified attempts", fixed(reward["unfiltered_mean_valid"], 3)),
+        ("kept (trained) attempts", fixed(reward["kept_mean"], 3)),
+        ("infra rate (no reward, not in the means)", percent(reward["infra_rate"])),
+        *((f"domain {_cell(name)}", fixed(value, 3)) for name, value in reward["by_domain"].items()),
+    ]
+    return "## Reward\n" + _table(("mean over", "value"), rows)
+
+
+def _attempts(step: Mapping[str, Any]) -> str:
+    groups = {name: count for name, count in step["groups"].items() if count and name != "total"}
+    fates = ", ".join(f"{count} {_words(name)}" for name, count in groups.items())
+    table = _table(("outcome", "attempts"), [(_words(name), f"{count:,}") for name, count in step["outcomes"].items()])
+    head = f"{step['attempts']:,} attempts in {step['groups']['total']:,} groups: {fates or 'none'}."
+    return f"## Attempts\n{head}\n\n{table}"
+
+
+def _losses(causes: Sequence[Mapping[str, Any]]) -> str:
+    if not causes:
+        return ""
+    rows = [
+        (_words(cause["cause"]), f"{cause['attempts']:,}", f"{cause['seconds']:.1f}", f"{cause['sampled_tokens']:,}")
+        for cause in causes
+    ]
+    return "## Losses by cause\n" + _table(("cause", "attempts", "seconds", "tokens"), rows)
+
+
+def _tokens(step: Mapping[str, Any]) -> str:
+    sampled = step["sampled_tokens"]
+    rows = [(_words(name), f"{count:,}", percent(count / sampled)) for name, count in step["tokens"].items()]
+    return f"## Sampled tokens\n{sampled:,} sampled.\n\n" + _table(("bucket", "tokens", "share"), rows)
+
+
+def _training(ledger: StepLedger, step: Mapping[str, Any]) -> str:
+    train, push = ledger.train, step["push"]
+    if train.status == "empty":
+        trained = "Nothing to train: no optimizer step was taken and the weights are unchanged."
+    else:
+        trained = (
+            f"{train.trained_samples:,} samples, {train.trained_tokens:,} tokens, loss weights sum to "
+            f"{train.loss_weight_sum:.6f}; loss {fixed(train.loss, 4)}, gradient norm {fixed(train.grad_norm, 3)}, "
+            f"entropy {fixed(train.entropy, 3)}, clipped {percent(train.clip_fraction)}."
+        )
+    pushed = "No push."
+    if push is not None:
+        pushed = (
+            f"Pushed version {train.version_after} by {_cell(push['path'])} to {push['engines']} engines: "
+            f"{push['calls_per_engine']:g} calls per engine, {push['bytes']:,} bytes, paused {push['paused_s']:.2f} s."
+        )
+    return f"## Training and push\n{trained}\n\n{pushed}"
+
+
+def _phases(phases_s: Mapping[str, float]) -> str:
+    total = sum(phases_s.values())
+    rows = [
+        (_words(name), f"{value:.2f}", percent(value / total if total else None)) for name, value in phases_s.items()
+    ]
+    return f"## Phases\n{total:.1f} s in all.\n\n" + _table(("phase", "seconds", "share"), rows)
+
+
+def _pictures(figures: Mapping[str, bytes]) -> str:
+    shown, left_out, used = [], [], 0
+    for name, data in figures.items():
+        encoded = base64.b64encode(data).decode()
+        if used + len(encoded) > PICTURE_BUDGET_BYTES:
+            left_out.append(name)
+            continue
+        used += len(encoded)
+        shown.append(f"![{name}](data:image/png;base64,{encoded})")
+    if left_out:
+        shown.append(f"Left out for size (see the run's report): {', '.join(left_out)}.")
+    return "## Run so far\n" + "\n\n".join(shown) if shown else ""
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _cell(text: str) -> str:
+    """Text of foreign origin inside a table: a pipe or a newline would break it, markup would render."""
+    return "".join(f"\\{char}" if char in "|\\`*_[]<>" else char for char in " ".join(text.split()))

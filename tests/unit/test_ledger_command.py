@@ -1,0 +1,43 @@
+"""What `rl360 ledger` prints, and that a book that does not balance is seen."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from rl360.commands.ledger import ledger_tables, print_checks
+from rl360.ledger.checks import check_run
+from tests.unit.ledger_data import made_up_run
+
+LEDGERS = made_up_run(3, groups=6, size=4)
+
+
+def test_tables_fit_a_terminal_and_hold_the_sums() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, color_system=None, highlight=False)
+    for table in ledger_tables("demo", LEDGERS):
+        console.print(table)
+    text = out.getvalue()
+    assert "…" not in text
+    total = sum(row.sampled_tokens for ledger in LEDGERS for row in ledger.attempts)
+    assert ["all", f"{total:,}"] in [line.split()[:2] for line in text.splitlines()]
+    assert "losses by cause" in text
+
+
+def test_checks_are_one_line_for_a_run_and_one_each_for_a_step() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=200, color_system=None, highlight=False)
+    print_checks(console, check_run(LEDGERS), in_full=False)
+    assert out.getvalue().strip() == "24 of 24 sums hold over 3 steps"
+    print_checks(console, {1: check_run(LEDGERS)[1]}, in_full=True)
+    assert out.getvalue().count("holds ") == 8
+
+
+def test_a_sample_trained_in_two_steps_is_seen() -> None:
+    first = LEDGERS[0]
+    again = replace(LEDGERS[1], attempts=first.attempts, train=first.train)
+    broken = [check for check in check_run([first, again])[1] if not check.holds]
+    assert [check.name for check in broken] == ["trained once"]
+    assert broken[0].left == len(first.trained_ids)
