@@ -1,0 +1,82 @@
+"""What an agent is: an async function `agent(context) -> AgentEnd`, named by import path (`module:function`).
+
+It samples from `context.base_url` (OpenAI chat completions of one session) and acts through `context.exec`; it runs on
+the host, so the sandbox needs no network. It returns how it ended, or raises `AgentFailure` when infrastructure kept
+it from going on; anything else it raises is a fault of the agent's code and becomes `unclassified`. Counters go to
+`context.metrics` as it goes, so that a timeout keeps them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+
+from rl360.errors import BadInput, Rl360Error
+from rl360.harbor.outcome import ExitStatus
+from rl360.sandboxes.provider import ExecResult
+
+
+@dataclass
+class AgentMetrics:
+    """Counted while the agent runs; the names Miles' clients read."""
+
+    turns: int = 0
+    tool_calls: int = 0
+    format_errors: int = 0
+    retries: int = 0
+    model_query_time_sum: float = 0.0
+    env_execution_time_sum: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: float(value) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class AgentContext:
+    """Everything an agent may use. `deadline`: event-loop clock; `exec(command, timeout_s)` runs in the sandbox."""
+
+    instruction: str
+    base_url: str
+    model: str
+    sampling_params: Mapping[str, Any]
+    max_turns: int
+    deadline: float
+    exec: Callable[[str, float], Awaitable[ExecResult]]
+    http: httpx.AsyncClient
+    metrics: AgentMetrics = field(default_factory=AgentMetrics)
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """How the agent ended by itself."""
+
+    exit_status: ExitStatus
+    detail: str = ""
+
+
+class AgentFailure(Rl360Error):
+    """Infrastructure kept the agent from going on: no verdict is sought."""
+
+    def __init__(self, exit_status: ExitStatus, message: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+        self.retryable = retryable
+
+
+Agent = Callable[[AgentContext], Awaitable[AgentEnd]]
+
+
+def load_agent(path: str) -> Agent:
+    """The agent at `module:function`. Paths come from the server's command line, never from a request."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(f"agent {path!r}: {error}; give module:function") from None
+    if not callable(found):
+        raise BadInput(f"agent {path!r}: not a function; give module:function")
+    return found

@@ -1,0 +1,170 @@
+"""The bash agent: one tool `bash(command)`, a host-side loop over one session, messages appended verbatim.
+
+It ends when a turn has no tool call, when a turn was cut by length, or after `max_turns`. An observation is stdout and
+stderr together, cut at the sandbox's output limit, then `(exit N)` when N is not 0; `ok` when there is nothing to show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import orjson
+
+from rl360.agents.base import AgentContext, AgentEnd, AgentFailure
+from rl360.harbor.outcome import ExitStatus
+from rl360.sandboxes.provider import ExecResult
+
+SYSTEM_PROMPT = "Use bash."
+EXEC_TIMEOUT_S = 30.0
+MAX_REPLY_BYTES = 4 << 20
+RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+LENGTH_CODES = frozenset({"length", "cut_turn", "over_budget"})
+
+
+async def run(context: AgentContext) -> AgentEnd:
+    """Carry one attempt to its end."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": context.instruction},
+    ]
+    while True:
+        choice = await _sample(context, messages)
+        if choice is None:
+            return AgentEnd(ExitStatus.LENGTH_LIMIT, "no room for another turn")
+        context.metrics.turns += 1
+        message = choice["message"]
+        messages.append(message)
+        if choice.get("finish_reason") == "length":
+            return AgentEnd(ExitStatus.LENGTH_LIMIT, "a turn was cut by length")
+        calls = message.get("tool_calls") or []
+        if not calls:
+            if "<tool_call>" in (message.get("content") or ""):
+                context.metrics.format_errors += 1
+            return AgentEnd(ExitStatus.SUBMITTED)
+        for call in calls:
+            content = await _act(context, call)
+            messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
+        if context.metrics.turns >= context.max_turns:  # the last turn's calls still count as work done
+            return AgentEnd(ExitStatus.TURN_LIMIT, f"{context.max_turns} turns")
+
+
+async def _act(context: AgentContext, call: dict[str, Any]) -> str:
+    """Run one tool call; what is not a bash call with a string is answered with an error, not repaired."""
+    context.metrics.tool_calls += 1
+    command = bash_command(call)
+    if command is None:
+        context.metrics.format_errors += 1
+        return "error: call bash with one string, command"
+    started = time.monotonic()
+    try:
+        left = context.deadline - asyncio.get_running_loop().time()
+        result = await context.exec(command, max(0.1, min(EXEC_TIMEOUT_S, left)))
+    finally:
+        context.metrics.env_execution_time_sum += time.monotonic() - started
+    return observation(result)
+
+
+def bash_command(call: dict[str, Any]) -> str | None:
+    """The command of a well-formed bash call, else None."""
+    function = call.get("function") or {}
+    if function.get("name") != "bash":
+        return None
+    try:
+        arguments = orjson.loads(function.get("arguments") or "")
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(arguments, dict) or set(arguments) != {"command"}:
+        return None
+    command = arguments["command"]
+    return command if isinstance(command, str) else None
+
+
+def observation(result: ExecResult) -> str:
+    """What the policy sees of a command."""
+    text = result.output.decode("utf-8", "replace").replace("\x00", "\ufffd").rstrip("\n")
+    if result.output_bytes > len(result.output):
+        text += f"\n({result.output_bytes - len(result.output)} bytes cut)"
+    if result.exit_code != 0:
+        text += f"{chr(10) if text else ''}(exit {result.exit_code})"
+    return text or "ok"
+
+
+async def _sample(context: AgentContext, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """One turn from the session; None when the sequence is full. The same body again is safe: a failed call recorded
+    nothing, and a call whose reply was lost is refused as bad history."""
+    body = orjson.dumps(
+        {"model": context.model, "messages": messages, "tools": [TOOL], **dict(context.sampling_params)}
+    )
+    started = time.monotonic()
+    try:
+        for pause_s in (*RETRY_PAUSES_S, None):
+            failure = await _post(context, body)
+            if not isinstance(failure, AgentFailure):
+                return failure
+            if pause_s is None or not failure.retryable:
+                raise failure
+            context.metrics.retries += 1
+            await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable: the last pause is None")
+    finally:
+        context.metrics.model_query_time_sum += time.monotonic() - started
+
+
+async def _post(context: AgentContext, body: bytes) -> dict[str, Any] | AgentFailure | None:
+    left = max(0.1, context.deadline - asyncio.get_running_loop().time())
+    try:
+        reply = await context.http.post(
+            f"{context.base_url}/chat/completions",
+            content=body,
+            headers={"content-type": "application/json"},
+            timeout=httpx.Timeout(left, connect=min(left, 10.0)),
+        )
+    except httpx.ConnectError as error:
+        return AgentFailure(ExitStatus.SESSION_LOST, f"session not reachable: {error}", retryable=True)
+    except httpx.HTTPError as error:
+        # the turn may have been recorded without us seeing it, so it is not asked for again
+        return AgentFailure(ExitStatus.SESSION_LOST, f"session connection: {error!r}"[:300], retryable=False)
+    if reply.status_code == 200:
+        return _choice(reply.content)
+    return _refusal(reply)
+
+
+def _choice(content: bytes) -> dict[str, Any]:
+    try:
+        if len(content) > MAX_REPLY_BYTES:
+            raise ValueError(f"{len(content)} bytes, limit {MAX_REPLY_BYTES}")
+        choice = orjson.loads(content)["choices"][0]
+        if choice["message"]["role"] != "assistant":
+            raise ValueError("not an assistant message")
+        return choice
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise AgentFailure(ExitStatus.GENERATION_ERROR, f"malformed completion: {error!r}", retryable=False) from None
+
+
+def _refusal(reply: httpx.Response) -> AgentFailure | None:
+    """What a refused turn means: full (None), or infrastructure."""
+    code, message = "", reply.text[:200]
+    try:
+        error = orjson.loads(reply.content)["error"]
+        code, message = str(error.get("code") or ""), str(error.get("message") or "")[:300]
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        code = ""
+    status = reply.status_code
+    if code in LENGTH_CODES or status == 413:
+        return None
+    said = f"HTTP {status} {code}: {' '.join(message.split())}"
+    if status in (404, 409):
+        return AgentFailure(ExitStatus.SESSION_LOST, said, retryable=False)
+    if code == "no_engine" or status == 503:
+        return AgentFailure(ExitStatus.NO_ENGINE, said, retryable=True)
+    return AgentFailure(ExitStatus.GENERATION_ERROR, said, retryable=status >= 500 and code != "wrong_version")

@@ -1,0 +1,130 @@
+"""Does a task tell good work from none? Its oracle must be rewarded, doing nothing must not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import httpx
+
+from rl360.agents.base import Agent, AgentContext, AgentEnd
+from rl360.errors import BadInput
+from rl360.harbor.outcome import PASS_REWARD, ExitStatus
+from rl360.harbor.protocol import RunReply, RunRequest
+from rl360.harbor.runner import SLACK_S, Attempt, Runner, prepare
+from rl360.harbor.task import Task, load_task, tree_digest
+from rl360.sandboxes.provider import SandboxProvider
+
+MAX_AGENT_S = 600.0
+MAX_VERIFIER_S = 600.0
+
+
+@dataclass(frozen=True)
+class TaskCheck:
+    """One task's result. `problem` is None for a task that discriminates."""
+
+    task: str
+    path: str
+    oracle: float | None
+    nop: float | None
+    problem: str | None
+    seconds: float
+
+
+async def oracle_agent(context: AgentContext) -> AgentEnd:
+    """Runs the task's own solution."""
+    left = context.deadline - asyncio.get_running_loop().time()
+    result = await context.exec("bash /solution/solve.sh", max(0.1, left))
+    said = " ".join(result.output.decode("utf-8", "replace").split())[:300]
+    return AgentEnd(ExitStatus.SUBMITTED, "" if result.exit_code == 0 else f"solve.sh exit {result.exit_code}: {said}")
+
+
+async def nop_agent(context: AgentContext) -> AgentEnd:
+    """Does nothing."""
+    return AgentEnd(ExitStatus.SUBMITTED)
+
+
+AGENTS: dict[str, Agent] = {"oracle": oracle_agent, "nop": nop_agent}
+
+
+def task_dirs(root: Path) -> list[Path]:
+    """`root` itself when it is a task, else the task directories right under it."""
+    if (root / "task.toml").exists():
+        return [root]
+    if not root.is_dir():
+        raise BadInput(f"{root}: no such directory; give a task directory or a folder of them")
+    found = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not found:
+        raise BadInput(f"{root}: holds no task directories; give a folder of Harbor tasks")
+    return found
+
+
+async def check_tasks(provider: SandboxProvider, directories: list[Path], concurrency: int) -> list[TaskCheck]:
+    """Check each directory, `concurrency` tasks at once; the order of the results is that of `directories`."""
+    slots = asyncio.Semaphore(concurrency)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        runner = Runner(provider, http)
+
+        async def one(directory: Path) -> TaskCheck:
+            async with slots:
+                return await check_task(runner, directory)
+
+        return list(await asyncio.gather(*(one(path) for path in directories)))
+
+
+async def check_task(runner: Runner, directory: Path) -> TaskCheck:
+    """Oracle and nop, one after the other, each in fresh sandboxes."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    try:
+        task = await asyncio.to_thread(load_task, directory)
+        if task.solution_dir is None:
+            raise BadInput(f"{directory}: no solution/solve.sh, so nothing shows that it can be solved")
+        oracle = await _run(runner, task, "oracle")
+        nop = await _run(runner, task, "nop")
+    except BadInput as error:
+        return TaskCheck(directory.name, str(directory), None, None, str(error), loop.time() - started)
+    problem = problem_of(oracle, nop)
+    return TaskCheck(task.id, str(directory), oracle.reward, nop.reward, problem, loop.time() - started)
+
+
+async def _run(runner: Runner, task: Task, agent: str) -> RunReply:
+    agent_s = min(MAX_AGENT_S, task.config.agent.timeout_sec)
+    verifier_s = min(MAX_VERIFIER_S, task.config.verifier.timeout_sec)
+    request = RunRequest(
+        instance_id=task.id,
+        task_dir=str(task.path),
+        attempt_id=f"{task.path.name}-{agent}",
+        run=f"check-{sha256(str(task.path).encode()).hexdigest()[:8]}",
+        agent_name=agent,
+        base_url="http://127.0.0.1:9/no-session",
+        agent_timeout_s=agent_s,
+        verifier_timeout_s=verifier_s,
+        queue_timeout_s=1.0,
+        deadline_s=agent_s + verifier_s + 21.0 + SLACK_S,
+    )
+    prepared = await asyncio.to_thread(prepare, request, runner.provider, AGENTS)
+    if agent == "oracle" and task.solution_dir is not None:
+        digest = await asyncio.to_thread(tree_digest, task.solution_dir)
+        solution = await runner.provider.publish(task.solution_dir, digest)
+        prepared = replace(prepared, read_only={"/solution": solution})
+    return await runner.run(prepared, Attempt(request))
+
+
+def problem_of(oracle: RunReply, nop: RunReply) -> str | None:
+    """Why the task cannot be trusted; None when it can."""
+    if oracle.verdict is None:
+        return f"broken: the oracle got no verdict ({oracle.outcome}: {oracle.detail})"
+    if oracle.verdict.reward < PASS_REWARD:
+        said = oracle.detail or str(oracle.eval_report.get("verifier_log", ""))
+        return f"broken: the oracle got {oracle.verdict.reward:g} ({said[-200:]})"
+    if nop.verdict is None:
+        return f"broken: doing nothing got no verdict ({nop.outcome}: {nop.detail})"
+    if nop.verdict.reward >= oracle.verdict.reward:
+        return f"does not discriminate: doing nothing got {nop.verdict.reward:g}"
+    for name, reply in (("oracle", oracle), ("nop", nop)):
+        if not reply.cleanup.confirmed:
+            return f"{name}: cleanup unconfirmed: {reply.cleanup.evidence}"
+    return None

@@ -1,0 +1,293 @@
+"""One attempt from start to end: set up, let the agent act, prove its sandbox gone, verify, tear down.
+
+Each phase has its own clock. A teardown that fails never spoils a verdict: it is reported in `cleanup`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+import httpx
+
+from rl360.agents.base import Agent, AgentContext, AgentFailure, AgentMetrics
+from rl360.errors import BadInput
+from rl360.harbor.outcome import RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_of
+from rl360.harbor.protocol import Cleanup, Phases, RunReply, RunRequest, SandboxLimits
+from rl360.harbor.task import Task, load_task
+from rl360.harbor.verdict import Verdict
+from rl360.harbor.verifier import VerifyOrder, verify
+from rl360.ledger.outcomes import HAS_VERDICT, Outcome
+from rl360.sandboxes.provider import (
+    ExecResult,
+    Sandbox,
+    SandboxGone,
+    SandboxNeeds,
+    SandboxProvider,
+    SandboxSpec,
+    SandboxStartError,
+    StopProof,
+    Workspace,
+    stop_surely,
+)
+from rl360.sandboxes.workspace import tree_bytes
+
+PhaseName = Literal["queue", "setup", "agent", "verify", "teardown"]
+SLACK_S = 15.0  # the verifier's sandbox start (at most VERIFIER_START_S) and stopping both sandboxes
+VERIFIER_START_S = 10.0
+STOP_DEADLINE_S = 10.0
+
+
+class _StorageFull(Exception):
+    """The agent filled its workspace."""
+
+
+@dataclass
+class Attempt:
+    """What is known of an attempt so far."""
+
+    request: RunRequest
+    trial_id: str = field(default_factory=lambda: uuid4().hex)
+    exit_status: str = ExitStatus.ABORTED
+    failure_phase: PhaseName | None = None
+    detail: str = ""
+    verdict: Verdict | None = None
+    problem: Outcome | None = None
+    metrics: AgentMetrics = field(default_factory=AgentMetrics)
+    phases: dict[PhaseName, float] = field(default_factory=dict)
+    stops: list[StopProof] = field(default_factory=list)
+    workspace: Workspace | None = None
+    closing: bool = False
+    left_behind: str | None = None
+    verifier_log: str = ""
+
+    @contextlib.contextmanager
+    def timed(self, phase: PhaseName) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - started
+
+    def failed(self, phase: PhaseName, status: str, detail: str) -> None:
+        self.failure_phase, self.exit_status, self.detail = phase, status, detail
+
+    def reply(self) -> RunReply:
+        outcome = outcome_of(self.exit_status, self.verdict, self.problem)
+        has_verdict = outcome in HAS_VERDICT
+        unproven = [proof.evidence for proof in self.stops if not proof.confirmed]
+        if self.left_behind is not None:
+            unproven.append(self.left_behind)
+        proven = "; ".join(proof.evidence for proof in self.stops) or "no sandbox was started"
+        phases = Phases(**{name: round(seconds, 6) for name, seconds in self.phases.items()})
+        times = {"agent_run_time": phases.agent, "eval_time": phases.verify, "total_time": sum(self.phases.values())}
+        return RunReply(
+            trial_id=self.trial_id,
+            outcome=outcome,
+            exit_status=self.exit_status,
+            reward=None if self.verdict is None else self.verdict.reward,
+            verdict=self.verdict,
+            failure_phase=None if has_verdict else self.failure_phase,
+            retryable=outcome in RETRYABLE,
+            agent_metrics={**self.metrics.as_dict(), **times},
+            phases=phases,
+            cleanup=Cleanup(confirmed=not unproven, evidence="; ".join(unproven) or proven),
+            eval_report={"verifier_log": self.verifier_log} if self.verifier_log else {},
+            detail=self.detail[:2000],
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request checked before it is queued: what it needs is known to exist."""
+
+    request: RunRequest
+    task: Task
+    agent: Agent
+    limits: SandboxLimits
+    agent_timeout_s: float
+    verifier_timeout_s: float
+    read_only: Mapping[str, Path] = field(default_factory=dict)
+
+
+def prepare(request: RunRequest, provider: SandboxProvider, agents: Mapping[str, Agent]) -> Prepared:
+    """Check everything that can be checked without running. Raises `BadInput`."""
+    parts = {
+        "queue_timeout_s": request.queue_timeout_s,
+        "setup_timeout_s": request.setup_timeout_s,
+        "agent_timeout_s": request.agent_timeout_s,
+        "verifier_timeout_s": request.verifier_timeout_s,
+        "slack": SLACK_S,
+    }
+    total = sum(parts.values())
+    if request.deadline_s < total:
+        summed = " + ".join(f"{name} {value:g}" for name, value in parts.items())
+        raise BadInput(f"deadline_s {request.deadline_s:g} < {summed} = {total:g}; raise it or lower a part")
+    if request.agent_name not in agents:
+        raise BadInput(f"agent_name {request.agent_name!r} is not one of {', '.join(sorted(agents))}")
+    if request.task_dir is None:
+        raise BadInput(f"task_dir is missing for instance_id {request.instance_id!r}; give the task's directory")
+    task = load_task(request.task_dir)
+    environment = task.config.environment
+    needs = SandboxNeeds(environment.network_mode, environment.docker_image, task.build_instructions)
+    refusal = provider.refusal(needs)
+    if refusal is not None:
+        raise BadInput(f"{task.path}: {refusal}")
+    lowered = {
+        "memory_mb": min(request.limits.memory_mb, environment.memory_mb),
+        "cpus": min(request.limits.cpus, environment.cpus),
+    }
+    return Prepared(
+        request=request,
+        task=task,
+        agent=agents[request.agent_name],
+        limits=request.limits.model_copy(update=lowered),
+        agent_timeout_s=min(request.agent_timeout_s, task.config.agent.timeout_sec),
+        verifier_timeout_s=min(request.verifier_timeout_s, task.config.verifier.timeout_sec),
+    )
+
+
+class Runner:
+    """Runs prepared attempts on one provider."""
+
+    def __init__(self, provider: SandboxProvider, http: httpx.AsyncClient) -> None:
+        self.provider = provider
+        self.http = http
+
+    async def run(self, prepared: Prepared, attempt: Attempt) -> RunReply:
+        """Always a reply: a cancelled attempt is torn down like any other and comes back `aborted`."""
+        try:
+            sandbox = await self._set_up(prepared, attempt)
+            if sandbox is not None:
+                try:
+                    with attempt.timed("agent"):
+                        await self._act(prepared, attempt, sandbox)
+                finally:
+                    with attempt.timed("teardown"):
+                        proof = await stop_surely(sandbox, attempt.stops, STOP_DEADLINE_S)
+                if not proof.confirmed:
+                    # what still lives could change the files under the verifier's eyes
+                    attempt.failed("teardown", ExitStatus.SANDBOX_LOST, proof.evidence)
+                elif attempt.exit_status in VERIFIED_AFTER:
+                    await self._verify(prepared, attempt)
+        except asyncio.CancelledError:
+            if attempt.verdict is None:
+                attempt.exit_status, attempt.detail = ExitStatus.ABORTED, "cancelled"
+        finally:
+            attempt.closing = True
+            with attempt.timed("teardown"):
+                await self._clear(attempt)
+        return attempt.reply()
+
+    async def _set_up(self, prepared: Prepared, attempt: Attempt) -> Sandbox | None:
+        request, task = prepared.request, prepared.task
+        try:
+            with attempt.timed("setup"):
+                async with asyncio.timeout(request.setup_timeout_s):
+                    workspace = await self.provider.new_workspace(request_key(request), task.environment_dir)
+                    attempt.workspace = workspace
+                    spec = SandboxSpec(
+                        name=request_key(request),
+                        labels=labels_of(request),
+                        limits=prepared.limits,
+                        workspace=workspace,
+                        workdir=task.config.environment.workdir,
+                        read_only=prepared.read_only,
+                        env=task.config.environment.env,
+                        start_timeout_s=request.setup_timeout_s,
+                    )
+                    return await self.provider.create(spec)
+        except TimeoutError:
+            detail = f"sandbox not ready within {request.setup_timeout_s:g} s"
+            attempt.failed("setup", ExitStatus.ENV_START, detail)
+        except (SandboxStartError, BadInput, OSError) as error:
+            attempt.failed("setup", ExitStatus.ENV_START, str(error))
+        return None
+
+    async def _act(self, prepared: Prepared, attempt: Attempt, sandbox: Sandbox) -> None:
+        files = sandbox.spec.workspace.files
+        storage_bytes = prepared.task.config.environment.storage_mb << 20
+
+        async def execute(command: str, timeout_s: float) -> ExecResult:
+            result = await sandbox.exec(command, timeout_s)
+            if await asyncio.to_thread(tree_bytes, files, storage_bytes) > storage_bytes:
+                raise _StorageFull
+            return result
+
+        context = AgentContext(
+            instruction=prepared.task.instruction,
+            base_url=prepared.request.base_url.rstrip("/"),
+            model=prepared.request.model,
+            sampling_params=prepared.request.sampling_params,
+            max_turns=prepared.request.max_turns,
+            deadline=asyncio.get_running_loop().time() + prepared.agent_timeout_s,
+            exec=execute,
+            http=self.http,
+            metrics=attempt.metrics,
+        )
+        clock = asyncio.timeout_at(context.deadline)
+        try:
+            async with clock:
+                end = await prepared.agent(context)
+            attempt.exit_status, attempt.detail = end.exit_status, end.detail
+        except AgentFailure as error:
+            late = clock.expired() or asyncio.get_running_loop().time() >= context.deadline
+            if late:
+                attempt.failed("agent", ExitStatus.AGENT_TIMEOUT, str(error))
+            else:
+                attempt.failed("agent", error.exit_status, str(error))
+        except SandboxGone as error:
+            status = ExitStatus.SANDBOX_LIMIT if error.by_contents else ExitStatus.SANDBOX_LOST
+            attempt.failed("agent", status, str(error))
+        except _StorageFull:
+            detail = f"workspace over {prepared.task.config.environment.storage_mb} MB or too many files"
+            attempt.failed("agent", ExitStatus.SANDBOX_LIMIT, detail)
+        except Exception as error:  # plug-in code may raise anything; it is named, never scored
+            if isinstance(error, TimeoutError) and clock.expired():
+                attempt.failed("agent", ExitStatus.AGENT_TIMEOUT, f"agent ran {prepared.agent_timeout_s:g} s")
+            else:
+                attempt.failed("agent", ExitStatus.AGENT_ERROR, f"{type(error).__name__}: {error}"[:500])
+
+    async def _verify(self, prepared: Prepared, attempt: Attempt) -> None:
+        request = prepared.request
+        assert attempt.workspace is not None
+        order = VerifyOrder(
+            task=prepared.task,
+            workspace=attempt.workspace,
+            attempt_id=request.attempt_id,
+            name=f"{request_key(request)}-verifier",
+            labels=labels_of(request),
+            limits=prepared.limits,
+            timeout_s=prepared.verifier_timeout_s,
+            start_timeout_s=VERIFIER_START_S,
+        )
+        with attempt.timed("verify"):
+            result = await verify(self.provider, order, attempt.stops)
+        attempt.verdict, attempt.problem, attempt.verifier_log = result.verdict, result.problem, result.log
+        if result.problem is not None:
+            attempt.failure_phase = "verify"
+            attempt.detail = f"{attempt.detail}; {result.log}" if attempt.detail else result.log
+
+    async def _clear(self, attempt: Attempt) -> None:
+        """Delete the workspace unless something unproven may still use it; then it stays for `reap`."""
+        if attempt.workspace is None:
+            return
+        if all(proof.confirmed for proof in attempt.stops):
+            attempt.left_behind = await self.provider.remove_workspace(attempt.workspace)
+
+
+def request_key(request: RunRequest) -> str:
+    """Which attempt this is: attempt ids repeat from run to run."""
+    return f"{request.run}/{request.attempt_id}"
+
+
+def labels_of(request: RunRequest) -> dict[str, str]:
+    """What a stray sandbox is found by."""
+    labels = {"run": request.run, "step": str(request.step), "group": request.group_id, "attempt": request.attempt_id}
+    return {name: value for name, value in labels.items() if value}

@@ -1,0 +1,329 @@
+"""The sandbox server: `POST /run` carries one attempt, `POST /flush` cancels, `GET /health` needs no token.
+
+A repeated POST of an attempt joins the running one or gets the recorded reply; a client that hangs up loses nothing.
+Attempts wait in a bounded queue with its own clock, so waiting is never agent time; a full queue is refused at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import resource
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rl360.agents import bash_agent
+from rl360.agents.base import Agent, load_agent
+from rl360.config.services import home_dir, service_token
+from rl360.errors import BadInput, Rl360Error
+from rl360.harbor.outcome import ExitStatus
+from rl360.harbor.protocol import RunReply, RunRequest
+from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
+from rl360.ledger.outcomes import Outcome
+from rl360.sandboxes.bubblewrap import BubblewrapProvider
+from rl360.sandboxes.provider import SandboxProvider
+
+log = logging.getLogger("rl360.sandbox")
+MAX_BODY_BYTES = 1 << 20
+JSON = "application/json"
+IDENTITY = ("instance_id", "task_dir", "agent_name", "base_url", "model", "sampling_params", "max_seq_len", "max_turns")
+
+
+class QueueFull(Rl360Error):
+    """More attempts wait than the server takes; the client asks again later or elsewhere."""
+
+
+class OtherRequest(Rl360Error):
+    """The attempt id was used before with another request."""
+
+
+class FlushRequest(BaseModel):
+    """Which attempts to cancel; at least one field must be given."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    session_server_instance_id: str | None = None
+    run: str | None = None
+    attempt_ids: list[str] | None = None
+
+
+@dataclass
+class Entry:
+    """One attempt of the server's life: `owner` is the session server that Miles' clients flush by."""
+
+    attempt: Attempt
+    job: asyncio.Task[RunReply]
+    owner: str
+
+
+class Attempts:
+    """The queue and the record of attempts. `finished` holds the last `keep` replies."""
+
+    def __init__(self, runner: Runner, max_concurrent: int, queue_limit: int, keep: int = 20_000) -> None:
+        self.runner = runner
+        self.max_concurrent, self.queue_limit, self.keep = max_concurrent, queue_limit, keep
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._open: dict[str, Entry] = {}
+        self._finished: OrderedDict[str, tuple[RunRequest, RunReply]] = OrderedDict()
+        self.waiting = 0
+        self.outcomes: Counter[str] = Counter()
+        self.unconfirmed = 0
+
+    @property
+    def running(self) -> int:
+        return len(self._open) - self.waiting
+
+    async def submit(self, request: RunRequest, owner: str, agents: Mapping[str, Agent]) -> RunReply:
+        """The reply of this attempt, whoever started it."""
+        key = request_key(request)
+        known = self._finished.get(key)
+        if known is not None:
+            _same(known[0], request)
+            return known[1]
+        entry = self._open.get(key)
+        if entry is None:
+            if self.waiting >= self.queue_limit:
+                raise QueueFull(f"{self.waiting} attempts wait, limit {self.queue_limit}; try later or raise it")
+            prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents)
+            entry = self._open.get(key)
+        if entry is None:
+            attempt = Attempt(request)
+            entry = Entry(attempt, asyncio.create_task(self._carry(prepared, attempt)), owner)
+            self._open[key] = entry
+        _same(entry.attempt.request, request)
+        # shielded: the attempt belongs to the server, not to the connection
+        return await asyncio.shield(entry.job)
+
+    async def _carry(self, prepared: Prepared, attempt: Attempt) -> RunReply:
+        request = prepared.request
+        try:
+            if await self._slot(attempt):
+                try:
+                    reply = await self.runner.run(prepared, attempt)
+                finally:
+                    self._slots.release()
+            else:
+                reply = attempt.reply()
+            self._finished[request_key(request)] = (request, reply)
+            while len(self._finished) > self.keep:
+                self._finished.popitem(last=False)
+            self._count(request, reply)
+            return reply
+        finally:
+            self._open.pop(request_key(request), None)
+
+    async def _slot(self, attempt: Attempt) -> bool:
+        """Wait for a slot on the queue's own clock; False when there was none in time, or the attempt was cancelled."""
+        limit_s = attempt.request.queue_timeout_s
+        started = time.monotonic()
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._slots.acquire()
+            return True
+        except TimeoutError:
+            attempt.failed("queue", ExitStatus.QUEUE_TIMEOUT, f"no free slot of {self.max_concurrent} in {limit_s:g} s")
+            return False
+        except asyncio.CancelledError:
+            attempt.failed("queue", ExitStatus.ABORTED, "cancelled while queued")
+            return False
+        finally:
+            self.waiting -= 1
+            attempt.phases["queue"] = time.monotonic() - started
+
+    def _count(self, request: RunRequest, reply: RunReply) -> None:
+        self.outcomes[reply.outcome] += 1
+        self.unconfirmed += not reply.cleanup.confirmed
+        level = (
+            logging.WARNING if reply.outcome == Outcome.UNCLASSIFIED or not reply.cleanup.confirmed else logging.INFO
+        )
+        evidence = "" if reply.cleanup.confirmed else f" CLEANUP UNCONFIRMED: {reply.cleanup.evidence}"
+        log.log(level, "%s %s %s %s%s", request.attempt_id, reply.outcome, reply.exit_status, reply.detail, evidence)
+
+    def flush(self, which: FlushRequest) -> int:
+        """Cancel the open attempts that match any given field; returns how many."""
+        cancelled = 0
+        for entry in list(self._open.values()):
+            request = entry.attempt.request
+            hit = (
+                (which.run is not None and request.run == which.run)
+                or (which.attempt_ids is not None and request.attempt_id in which.attempt_ids)
+                or (which.session_server_instance_id is not None and entry.owner == which.session_server_instance_id)
+            )
+            if hit and not entry.attempt.closing and not entry.job.cancelling():
+                entry.job.cancel()
+                cancelled += 1
+        return cancelled
+
+    async def close(self) -> None:
+        """Cancel everything and wait until each is torn down."""
+        jobs = [entry.job for entry in self._open.values()]
+        for entry in self._open.values():
+            if not entry.attempt.closing and not entry.job.cancelling():
+                entry.job.cancel()
+        if jobs:
+            await asyncio.wait(jobs)
+
+
+def _same(known: RunRequest, request: RunRequest) -> None:
+    """A repeat may come with other clocks and limits, not with another task, session or agent: the recorded reply
+    would then be paired with tokens it never saw."""
+    names = [name for name in IDENTITY if getattr(known, name) != getattr(request, name)]
+    if names:
+        raise OtherRequest(f"attempt {request.attempt_id} ran with another {', '.join(names)}; use a new attempt_id")
+
+
+def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argparse.Namespace, token: str) -> FastAPI:
+    """The HTTP face."""
+    identity = {"status": "ok", "service": "sandbox", "incarnation": uuid4().hex, "pid": os.getpid()}
+    expected = f"Bearer {token}".encode()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        for line in await provider.reap():
+            log.warning("left by an earlier server: %s", line)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30)
+        async with httpx.AsyncClient(limits=limits, trust_env=False) as http:
+            attempts = Attempts(Runner(provider, http), args.max_concurrent, args.queue_limit)
+            app.state.attempts = attempts
+            yield
+            await attempts.close()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+
+    def answer(status: int, body: object) -> Response:
+        return Response(orjson.dumps(body), status, media_type=JSON)
+
+    def refuse(status: int, message: str) -> Response:
+        return answer(status, {"error": {"message": message, "code": status}})
+
+    @app.get("/health")
+    async def health() -> Response:
+        attempts: Attempts = app.state.attempts
+        counts = {
+            "running": attempts.running,
+            "queued": attempts.waiting,
+            "max_concurrent": attempts.max_concurrent,
+            "queue_limit": attempts.queue_limit,
+            "outcomes": dict(attempts.outcomes),
+            "cleanup_unconfirmed": attempts.unconfirmed,
+        }
+        return answer(200, {**identity, **counts})
+
+    async def body_of(request: Request) -> dict[str, object] | Response:
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+            return refuse(401, "needs the bearer token of this deployment")
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > MAX_BODY_BYTES:
+                return refuse(413, f"body over {MAX_BODY_BYTES} bytes")
+        try:
+            body = orjson.loads(bytes(data))
+        except orjson.JSONDecodeError as error:
+            return refuse(400, f"body is not JSON: {error}")
+        return body if isinstance(body, dict) else refuse(400, f"body is {type(body).__name__}, expected an object")
+
+    @app.post("/run")
+    async def run(request: Request) -> Response:
+        body = await body_of(request)
+        if isinstance(body, Response):
+            return body
+        try:
+            order = RunRequest.model_validate(body)
+            owner = str(body.get("session_server_instance_id") or "")
+            reply = await app.state.attempts.submit(order, owner, agents)
+        except ValidationError as error:
+            return refuse(400, _first_problem(error))
+        except BadInput as error:
+            return refuse(400, str(error))
+        except OtherRequest as error:
+            return refuse(409, str(error))
+        except QueueFull as error:
+            return refuse(503, str(error))
+        return Response(reply.model_dump_json(), media_type=JSON)
+
+    @app.post("/flush")
+    async def flush(request: Request) -> Response:
+        body = await body_of(request)
+        if isinstance(body, Response):
+            return body
+        try:
+            which = FlushRequest.model_validate(body)
+        except ValidationError as error:
+            return refuse(400, _first_problem(error))
+        if which == FlushRequest():
+            return refuse(400, "nothing named: give run, attempt_ids or session_server_instance_id")
+        return answer(200, {"cancelled": app.state.attempts.flush(which)})
+
+    return app
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where} = {str(first.get('input'))[:80]}: {first['msg']}"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rl360.harbor.server", description="rl360 sandbox server (/run)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=13300)
+    parser.add_argument("--max-concurrent", type=int, default=32, help="attempts that run at once")
+    parser.add_argument("--queue-limit", type=int, default=4096, help="attempts that may wait")
+    parser.add_argument("--home", type=Path, default=None, help="local state (default: $RL360_HOME, else .rl360)")
+    parser.add_argument("--agent", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="add an agent")
+    args = parser.parse_args(argv)
+    for name in ("max_concurrent", "queue_limit"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    return args
+
+
+def agents_of(pairs: list[str]) -> dict[str, Agent]:
+    """The agents a request may name: `bash` and those given on the command line."""
+    agents: dict[str, Agent] = {"bash": bash_agent.run}
+    for pair in pairs:
+        name, _, path = pair.partition("=")
+        agents[name] = load_agent(path)
+    return agents
+
+
+def raise_open_files() -> None:
+    """A sandbox takes six descriptors here; the soft limit is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    raise_open_files()
+    try:
+        token = service_token()
+        # one root per port: several servers may share a home, and each reaps only its own
+        provider = BubblewrapProvider((args.home or home_dir()) / "sandboxes" / str(args.port))
+        app = make_app(provider, agents_of(args.agent), args, token)
+    except Rl360Error as error:
+        raise SystemExit(f"sandbox server: {error}") from None
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=75, backlog=4096)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Harbor task directories: `load_task(dir)` gives a frozen `Task` or one line naming the path, the value and the fix.
+
+Shape: `task.toml`, `instruction.md`, `environment/` (its files are the initial working directory; the Dockerfile is
+read, not copied), `tests/test.sh`, and `solution/solve.sh` for tasks that have an oracle.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import tomllib
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rl360.errors import BadInput
+
+SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
+RESERVED = (
+    "/",
+    "/usr",
+    "/etc",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/proc",
+    "/dev",
+    "/sys",
+    "/tests",
+    "/logs",
+    "/solution",
+)
+MAX_TEXT_BYTES = 1 << 20
+
+
+class _Table(BaseModel):
+    """A table of task.toml: unknown keys are refused, so that a typo cannot silently change a task."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TaskTable(_Table):
+    name: str = Field("", max_length=200)
+    description: str = ""
+    authors: list[dict[str, str]] = Field(default_factory=list)
+    keywords: list[str] = Field(default_factory=list)
+
+
+class AgentTable(_Table):
+    timeout_sec: float = Field(600.0, gt=0, le=86_400)
+    user: str | int | None = None
+
+
+class VerifierTable(_Table):
+    timeout_sec: float = Field(600.0, gt=0, le=86_400)
+    env: dict[str, str] = Field(default_factory=dict)
+    user: str | int | None = None
+    environment_mode: Literal["shared", "separate"] = "shared"
+
+
+class EnvironmentTable(_Table):
+    build_timeout_sec: float = Field(600.0, gt=0, le=86_400)
+    docker_image: str | None = None
+    cpus: float = Field(1.0, gt=0, le=1024)
+    memory_mb: int = Field(512, ge=16, le=1 << 20)
+    storage_mb: int = Field(1024, ge=1, le=1 << 24)
+    network_mode: Literal["no-network", "public", "allowlist"] = "no-network"
+    workdir: str = "/app"
+    env: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("workdir")
+    @classmethod
+    def _usable(cls, value: str) -> str:
+        if not value.startswith("/") or posixpath.normpath(value) != value or any(c in value for c in "\0\n"):
+            raise ValueError("must be an absolute, normalised path such as /app")
+        if value in RESERVED or any(value.startswith(f"{item}/") for item in RESERVED if item != "/"):
+            raise ValueError(f"is inside a system folder; choose a path such as /app, outside {', '.join(RESERVED)}")
+        return value
+
+
+class SolutionTable(_Table):
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class TaskConfig(_Table):
+    schema_version: str = SCHEMA_VERSIONS[-1]
+    task: TaskTable = TaskTable()
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    agent: AgentTable = AgentTable()
+    verifier: VerifierTable = VerifierTable()
+    environment: EnvironmentTable = EnvironmentTable()
+    solution: SolutionTable = SolutionTable()
+
+    @field_validator("schema_version")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in SCHEMA_VERSIONS:
+            raise ValueError(f"is not one of {', '.join(SCHEMA_VERSIONS)}")
+        return value
+
+
+class Task(BaseModel):
+    """One task, checked. `verifier_digest`: sha256 over the tests tree; it goes into every verdict."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    path: Path
+    instruction: str
+    config: TaskConfig
+    verifier_digest: str
+    build_instructions: tuple[str, ...]
+
+    @property
+    def environment_dir(self) -> Path | None:
+        path = self.path / "environment"
+        return path if path.is_dir() else None
+
+    @property
+    def tests_dir(self) -> Path:
+        return self.path / "tests"
+
+    @property
+    def solution_dir(self) -> Path | None:
+        path = self.path / "solution"
+        return path if (path / "solve.sh").is_file() else None
+
+
+def load_task(directory: Path | str) -> Task:
+    """Read and check a task directory. Raises `BadInput` with one line."""
+    path = Path(directory).absolute()
+    if not path.is_dir():
+        raise BadInput(f"{path}: no such task directory; give the folder that holds task.toml")
+    for name in ("task.toml", "instruction.md", "tests/test.sh"):
+        if not (path / name).is_file():
+            raise BadInput(f"{path}: no {name}; a Harbor task needs task.toml, instruction.md and tests/test.sh")
+    config = _config(path / "task.toml")
+    instruction = _text(path / "instruction.md").strip()
+    if not instruction:
+        raise BadInput(f"{path / 'instruction.md'}: empty; write what the agent is to do")
+    return Task(
+        id=config.task.name or path.name,
+        path=path,
+        instruction=instruction,
+        config=config,
+        verifier_digest=tree_digest(path / "tests"),
+        build_instructions=_build_instructions(path / "environment" / "Dockerfile"),
+    )
+
+
+def _text(path: Path) -> str:
+    size = path.stat().st_size
+    if size > MAX_TEXT_BYTES:
+        raise BadInput(f"{path}: {size} bytes, limit {MAX_TEXT_BYTES}; shorten it")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+
+
+def _config(path: Path) -> TaskConfig:
+    try:
+        return TaskConfig.model_validate(tomllib.loads(_text(path)))
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"{path}: not TOML ({error}); fix that line") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = "unknown key; remove it or fix its name" if first["type"] == "extra_forbidden" else first["msg"]
+        raise BadInput(f"{path}: {where} = {first['input']!r}: {what}") from None
+
+
+def _build_instructions(path: Path) -> tuple[str, ...]:
+    """Dockerfile instructions that need an image build. FROM, WORKDIR and COPY of the folder's own files do not."""
+    if not path.is_file():
+        return ()
+    text = re.sub(r"\\\n", " ", _text(path))
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    free = re.compile(r"(FROM|WORKDIR)\s|COPY\s+(?!--)", re.IGNORECASE)
+    return tuple(line[:200] for line in lines if not free.match(line))
+
+
+def tree_digest(root: Path) -> str:
+    """sha256 over the sorted tree: relative name, executable bit, length, content of each file; links are refused."""
+    digest = sha256()
+    files = [path for path in root.rglob("*") if not path.is_dir() or path.is_symlink()]
+    for path in sorted(files, key=lambda item: item.relative_to(root).as_posix()):
+        if path.is_symlink() or not path.is_file():
+            raise BadInput(f"{path}: not a regular file; tests must hold plain files only")
+        content = path.read_bytes()
+        executable = bool(path.stat().st_mode & 0o111)
+        head = f"{path.relative_to(root).as_posix()}\0{int(executable)}\0{len(content)}\0"
+        digest.update(head.encode())
+        digest.update(content)
+    return digest.hexdigest()

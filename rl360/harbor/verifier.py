@@ -1,0 +1,199 @@
+"""The verifier: a new sandbox over the agent's workspace runs `tests/test.sh`; what it wrote is read as hostile bytes.
+
+A reward exists only when test.sh wrote it: the agent's sandbox is proven gone before, `/logs/verifier` is a folder
+only this sandbox ever sees, and everything in it is proven gone before the file is read. Missing, malformed, too
+large, linked or not finite is never a number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl360.errors import Rl360Error
+from rl360.harbor.protocol import SandboxLimits
+from rl360.harbor.task import Task
+from rl360.harbor.verdict import Verdict
+from rl360.ledger.outcomes import Outcome
+from rl360.sandboxes.provider import (
+    SandboxGone,
+    SandboxProvider,
+    SandboxSpec,
+    SandboxStartError,
+    StopProof,
+    Workspace,
+    stop_surely,
+)
+
+MAX_REWARD_BYTES = 65_536
+MAX_LOG_BYTES = 2000
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+SIGNALLED = 128
+
+
+class RewardError(Rl360Error):
+    """A reward file is there but is not a reward. The verdict is absent; the outcome is `verifier_error`."""
+
+
+@dataclass(frozen=True)
+class VerifyOrder:
+    """What to verify, whose it is, and the clocks."""
+
+    task: Task
+    workspace: Workspace
+    attempt_id: str
+    name: str
+    labels: Mapping[str, str]
+    limits: SandboxLimits
+    timeout_s: float
+    start_timeout_s: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A verdict, or the reason there is none. `log`: the end of what test.sh printed, or what went wrong."""
+
+    verdict: Verdict | None
+    problem: Outcome | None
+    log: str
+
+
+async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> Verification:
+    """Run the task's tests over the workspace; the agent's sandbox must be proven gone already.
+
+    The proof that the verifier's own sandbox is gone is appended to `stops`, whatever happens.
+    """
+    environment = order.task.config.environment
+    tests = await provider.publish(order.task.tests_dir, order.task.verifier_digest)
+    spec = SandboxSpec(
+        name=order.name,
+        labels=order.labels,
+        limits=order.limits,
+        workspace=order.workspace,
+        workdir=environment.workdir,
+        read_only={"/tests": tests},
+        with_logs=True,
+        env={**environment.env, **order.task.config.verifier.env},
+        start_timeout_s=order.start_timeout_s,
+    )
+    try:
+        sandbox = await provider.create(spec)
+    except SandboxStartError as error:
+        return Verification(None, Outcome.SANDBOX_START, str(error))
+    problem: Outcome | None = None
+    try:
+        result = await sandbox.exec("bash /tests/test.sh", order.timeout_s, MAX_LOG_BYTES)
+        log = _tail(result.output)
+        if result.timed_out:
+            problem, log = Outcome.VERIFIER_TIMEOUT, f"test.sh ran longer than {order.timeout_s:g} s; {log}"
+        elif result.exit_code > SIGNALLED:
+            # the exit code of a test.sh that ended is ignored; one that was killed did not end
+            problem, log = Outcome.VERIFIER_ERROR, f"test.sh was ended by signal {result.exit_code - 128}; {log}"
+    except SandboxGone as error:
+        problem, log = Outcome.VERIFIER_ERROR, str(error)
+    finally:
+        stop = await stop_surely(sandbox, stops)
+    if problem is not None:
+        return Verification(None, problem, log)
+    if not stop.confirmed:
+        # something may still write the file, so what it says now is not what the verifier said
+        return Verification(None, Outcome.VERIFIER_ERROR, f"verifier sandbox not proven gone: {stop.evidence}")
+    return _verdict(order, log)
+
+
+def _verdict(order: VerifyOrder, log: str) -> Verification:
+    try:
+        reward = read_reward(order.workspace.logs)
+    except RewardError as error:
+        return Verification(None, Outcome.VERIFIER_ERROR, str(error))
+    if reward is None:
+        return Verification(None, Outcome.NO_VERDICT, f"test.sh wrote no reward file; {log}")
+    verdict = Verdict(
+        task_id=order.task.id,
+        attempt_id=order.attempt_id,
+        reward=reward,
+        verifier_digest=order.task.verifier_digest,
+        finished_at=time.time(),
+        written_by_verifier=True,
+    )
+    return Verification(verdict, None, log)
+
+
+def read_reward(folder: Path) -> float | None:
+    """The reward in `folder`: reward.json before reward.txt; None when neither is there. Raises `RewardError`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        data = _read_regular(descriptor, "reward.json")
+        if data is not None:
+            return _from_json(data)
+        data = _read_regular(descriptor, "reward.txt")
+        return None if data is None else _from_text(data)
+    finally:
+        os.close(descriptor)
+
+
+def _read_regular(folder: int, name: str) -> bytes | None:
+    try:
+        # O_NONBLOCK: a fifo planted here must not stop the server
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RewardError(
+            f"{name}: cannot be opened as a plain file ({error.strerror}); write a regular file"
+        ) from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise RewardError(f"{name}: not a regular file with one name; write a regular file")
+        if status.st_size > MAX_REWARD_BYTES:
+            raise RewardError(f"{name}: {status.st_size} bytes, limit {MAX_REWARD_BYTES}; write only the reward")
+        return os.read(descriptor, MAX_REWARD_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _from_json(data: bytes) -> float:
+    """`{"reward": number}`, further keys allowed. Scalars, NaN, infinities and booleans are refused."""
+
+    def not_finite(word: str) -> float:
+        raise RewardError(f"reward.json: {word} is not a finite number")
+
+    try:
+        value = json.loads(data, parse_constant=not_finite)
+    except (ValueError, RecursionError) as error:
+        raise RewardError(f"reward.json: not JSON ({str(error)[:100]})") from None
+    if not isinstance(value, dict) or "reward" not in value:
+        raise RewardError(f"reward.json: need an object with a `reward`, got {str(value)[:80]}")
+    reward = value["reward"]
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise RewardError(f"reward.json: reward {str(reward)[:80]!r} is not a number")
+    return _finite(reward, "reward.json")
+
+
+def _from_text(data: bytes) -> float:
+    text = data.decode("utf-8", "replace").strip()
+    if not NUMBER.fullmatch(text):
+        raise RewardError(f"reward.txt: {text[:80]!r} is not a plain number such as 1 or 0.5")
+    return _finite(float(text), "reward.txt")
+
+
+def _finite(value: int | float, name: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardError(f"{name}: {str(value)[:80]} is not a finite number")
+    return number
+
+
+def _tail(output: bytes) -> str:
+    return " ".join(output.decode("utf-8", "replace").split())[-500:]

@@ -1,0 +1,246 @@
+"""Sandboxes from bubblewrap, as root or not: no network, read-only system, private /tmp and home, limits, proof of end.
+
+One `bwrap` per sandbox. Its PID 1 is a plain `sh` that reads commands from a pipe, so a command costs one fork and
+one exec. Nothing inside can signal PID 1 of its own namespace, and the kernel reports PID 1 as ended only after every
+other process of the namespace is reaped: its pidfd turning readable is the proof that all are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import orjson
+
+from rl360.errors import BadInput, Rl360Error
+from rl360.sandboxes import cgroups
+from rl360.sandboxes.bwrap_process import BwrapSandbox, launch
+from rl360.sandboxes.provider import SandboxNeeds, SandboxSpec, SandboxStartError, Workspace
+from rl360.sandboxes.workspace import copy_tree, make_etc, publish_tree, remove_tree
+
+SANDBOX_UID = 65534
+LOGS_DIR = "/logs/verifier"
+ENV_NAME = "RL360_SANDBOX"
+REAP_DEADLINE_S = 10.0
+TOOLS = ("bwrap", "nsenter", "bash", "tar")
+# PID 1 of a sandbox needs these only to drop to SANDBOX_UID; setpriv then leaves none, not even in the bounding set
+DROP_CAPS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
+JOIN_AND_EXEC = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 97; shift; done; shift; exec "$@"'
+
+
+def safe_name(text: str) -> str:
+    """A file and cgroup name for any id: its readable part and enough of its digest to stay unique."""
+    return f"{re.sub(r'[^a-zA-Z0-9_-]', '_', text)[:80]}-{sha256(text.encode()).hexdigest()[:10]}"
+
+
+class BubblewrapProvider:
+    """`root` holds everything: `live/` one folder per attempt, `shared/` read-only trees. One process per root."""
+
+    def __init__(self, root: Path) -> None:
+        for tool in TOOLS:
+            if shutil.which(tool) is None:
+                raise BadInput(f"`{tool}` is not installed; run `apt-get install bubblewrap util-linux bash tar`")
+        self.root = root.absolute()
+        self.as_root = os.geteuid() == 0
+        self.uid = SANDBOX_UID if self.as_root else os.geteuid()
+        (self.root / "live").mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise BadInput(f"{self.root} is in use by another sandbox server; stop it or choose another home") from None
+        make_etc(self.root / "shared" / "etc", self.uid)
+
+    def close(self) -> None:
+        """Let another process use the root."""
+        os.close(self._lock)
+
+    def refusal(self, needs: SandboxNeeds) -> str | None:
+        if needs.network_mode != "no-network":
+            return f"network_mode {needs.network_mode!r}: bubblewrap sandboxes have no network; use 'no-network'"
+        if needs.docker_image:
+            return f"docker_image {needs.docker_image!r}: bubblewrap sandboxes use the host's /usr; remove it"
+        if needs.build_instructions:
+            return f"Dockerfile instruction {needs.build_instructions[0]!r} needs an image build; only COPY works here"
+        return None
+
+    async def new_workspace(self, name: str, source: Path | None) -> Workspace:
+        workspace = Workspace(self.root / "live" / safe_name(name))
+        try:
+            workspace.path.mkdir(mode=0o711)
+        except FileExistsError:
+            raise SandboxStartError(f"{workspace.path} exists: this attempt was started before and left it") from None
+        job = asyncio.ensure_future(asyncio.to_thread(self._fill, workspace, source))
+        try:
+            await asyncio.shield(job)
+        except BaseException:  # a cancellation too: nobody else knows yet that there is something to delete
+            await asyncio.wait({job})
+            await self.remove_workspace(workspace)
+            raise
+        return workspace
+
+    def _fill(self, workspace: Workspace, source: Path | None) -> None:
+        owner = self.uid if self.as_root else None
+        workspace.files.mkdir()
+        workspace.logs.mkdir()
+        if source is not None:
+            copy_tree(source, workspace.files, owner, skip=frozenset({"Dockerfile"}))
+        for path in (workspace.files, workspace.logs):
+            path.chmod(0o755)
+            if owner is not None:
+                os.chown(path, owner, owner)
+
+    async def remove_workspace(self, workspace: Workspace) -> str | None:
+        return await asyncio.to_thread(remove_tree, workspace.path)
+
+    async def publish(self, source: Path, digest: str) -> Path:
+        target = self.root / "shared" / digest
+        if not target.exists():
+            await asyncio.to_thread(publish_tree, source, target)
+        return target
+
+    @cached_property
+    def _system(self) -> tuple[str, ...]:
+        """The part of the command line that every sandbox shares."""
+        parts = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
+        if not self.as_root:
+            parts += ["--unshare-user", "--uid", str(self.uid), "--gid", str(self.uid)]
+        parts += ["--ro-bind", "/usr", "/usr", "--ro-bind", str(self.root / "shared" / "etc"), "/etc"]
+        for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+            path = Path("/", name)
+            if path.is_symlink():
+                parts += ["--symlink", os.readlink(path), str(path)]
+            elif path.is_dir():
+                parts += ["--ro-bind", str(path), str(path)]
+        if self._python is not None:
+            parts += ["--ro-bind", str(self._python), "/opt/python"]
+        return (*parts, "--proc", "/proc", "--dev", "/dev")
+
+    @cached_property
+    def _python(self) -> Path | None:
+        """The interpreter's tree when the system has no python3 of its own: many tasks' tests need one."""
+        return None if shutil.which("python3", path="/usr/bin:/bin") else Path(sys.base_prefix)
+
+    def _argv(self, spec: SandboxSpec, joins: tuple[str, ...], info_fd: int) -> list[str]:
+        size = str(spec.limits.memory_mb << 20)
+        argv = [*(("sh", "-c", JOIN_AND_EXEC, "sh", *joins, "--") if joins else ()), "bwrap", *self._system]
+        for path, mode in (("/dev/shm", "1777"), ("/tmp", "1777"), ("/home/agent", "0777")):
+            argv += ["--size", size, "--perms", mode, "--tmpfs", path]
+        binds = [("--bind", spec.workspace.files, spec.workdir)]
+        binds += [("--ro-bind", host, inside) for inside, host in spec.read_only.items()]
+        if spec.with_logs:
+            binds.append(("--bind", spec.workspace.logs, LOGS_DIR))
+        for option, host, inside in binds:
+            for parent in reversed(Path(inside).parents[:-1]):  # bwrap would make them 0700
+                argv += ["--perms", "0755", "--dir", str(parent)]
+            argv += [option, str(host), inside]
+        argv += ["--remount-ro", "/", "--chdir", spec.workdir, "--die-with-parent", "--as-pid-1"]
+        argv += ["--info-fd", str(info_fd)]
+        if not self.as_root:
+            return [*argv, "sh"]
+        for cap in DROP_CAPS:
+            argv += ["--cap-add", cap]
+        ids = ["--reuid", str(self.uid), "--regid", str(self.uid), "--clear-groups"]
+        return [*argv, "setpriv", *ids, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "sh"]
+
+    def _environment(self, spec: SandboxSpec) -> dict[str, str]:
+        path = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+        if self._python is not None:
+            path = f"/opt/python/bin:{path}"
+        marker = {ENV_NAME: str(spec.workspace.path)}
+        return {"PATH": path, "HOME": "/home/agent", "LANG": "C.UTF-8", "TERM": "dumb", **spec.env, **marker}
+
+    def _first_line(self, spec: SandboxSpec) -> str:
+        """What PID 1 does first: rlimits (those a cgroup does not give), then says that it is ready."""
+        limits = spec.limits
+        have = cgroups.parents().controllers
+        cpu_s = max(1, int(limits.cpu_time_s))
+        parts = ["ulimit -c 0", f"ulimit -f {limits.file_size_mb * 2048}", f"ulimit -t {cpu_s}"]
+        if "memory" not in have:
+            parts.append(f"ulimit -v {limits.memory_mb * 1024}")
+        if "pids" not in have and not self.as_root:  # counted per user: as root every sandbox is the same user
+            parts.append(f"ulimit -u {limits.pids} 2>/dev/null || ulimit -p {limits.pids}")
+        return "; ".join([*parts, "umask 022", f"unset {ENV_NAME}", "echo ready >&2"]) + "\n"
+
+    async def create(self, spec: SandboxSpec) -> BwrapSandbox:
+        name = f"rl360-{safe_name(spec.name)}"
+        try:
+            group = cgroups.create(name, spec.limits)
+        except OSError as error:
+            raise SandboxStartError(f"cgroup {name}: {error.strerror}; another sandbox of this name?") from None
+        record = {"name": spec.name, "labels": dict(spec.labels), "cgroups": [str(path) for path in group.paths]}
+        (spec.workspace.path / f"{name}.json").write_bytes(orjson.dumps(record))
+        return await launch(
+            spec,
+            group,
+            lambda info_fd: self._argv(spec, group.joins, info_fd),
+            self._environment(spec),
+            self._first_line(spec),
+        )
+
+    async def reap(self) -> list[str]:
+        """End and remove what a dead server left under this root. A folder whose processes stay is kept and named."""
+        found = [await asyncio.to_thread(_reap_one, path) for path in sorted((self.root / "live").iterdir())]
+        for path in (self.root / "shared").glob(".*"):
+            await asyncio.to_thread(remove_tree, path)
+        return found
+
+
+def _reap_one(path: Path) -> str:
+    groups, labels = _records(path)
+    deadline = time.monotonic() + REAP_DEADLINE_S
+    while True:
+        for group in groups:
+            cgroups.kill(group)
+        pids = _marked_pids(path)
+        for pid in pids:
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                continue
+        left = [str(item) for group in groups for item in cgroups.remove(group)]
+        if not pids and not left:
+            break
+        if time.monotonic() > deadline:
+            return f"{path.name} {labels}: NOT confirmed gone: pids {pids}, cgroups {left}"
+        time.sleep(0.02)
+    problem = remove_tree(path)
+    return f"{path.name} {labels}: gone" if problem is None else f"{path.name} {labels}: {problem}"
+
+
+def _records(path: Path) -> tuple[list[cgroups.Group], Mapping[str, str]]:
+    groups, labels = [], {}
+    for file in path.glob("rl360-*.json"):
+        try:
+            record = orjson.loads(file.read_bytes())
+            groups.append(cgroups.Group(tuple(Path(item) for item in record["cgroups"])))
+            labels = record["labels"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise Rl360Error(f"{file}: not a sandbox record; look at it, then delete {path}") from None
+    return groups, labels
+
+
+def _marked_pids(path: Path) -> list[int]:
+    """Processes started for this workspace. The marker is in PID 1's first environment, which nothing inside can change
+    for it; ending PID 1 ends the rest."""
+    marker = f"{ENV_NAME}={path}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                environment = Path("/proc", entry, "environ").read_bytes()
+            except OSError:  # ended meanwhile, or another user's: then it is not ours
+                continue
+            if marker in environment.split(b"\0"):
+                found.append(int(entry))
+    return found

@@ -1,0 +1,146 @@
+"""What a sandbox provider is: create, exec, upload, download, stop with proof. No provider is imported here.
+
+A workspace (one attempt's files on the host) outlives a sandbox: the agent's sandbox is stopped and proven gone,
+then a second one is put over the same workspace for the verifier. Everything that comes back out of a sandbox
+(output, tars, files) is hostile: capped, never followed, never executed outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rl360.errors import Rl360Error
+from rl360.harbor.protocol import SandboxLimits
+
+
+class SandboxStartError(Rl360Error):
+    """A sandbox did not become ready in time; nothing of it is left running."""
+
+
+class SandboxGone(Rl360Error):
+    """The sandbox ended under a command. `by_contents`: what ran inside ended it (exhausted a limit, or told it to)."""
+
+    def __init__(self, message: str, *, by_contents: bool) -> None:
+        super().__init__(message)
+        self.by_contents = by_contents
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """One command's end. `output`: stdout and stderr as they were written, first `cap` bytes only."""
+
+    exit_code: int
+    output: bytes
+    output_bytes: int
+    seconds: float
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class StopProof:
+    """Whether every process of a sandbox is proven gone, how that was seen, and how long it took."""
+
+    confirmed: bool
+    evidence: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """One attempt's host directory: `files` becomes the working directory, `logs` only the verifier sees."""
+
+    path: Path
+
+    @property
+    def files(self) -> Path:
+        return self.path / "work"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """A sandbox to create. `labels` (run, step, attempt) say whose it is; `read_only`: inside path -> host path."""
+
+    name: str
+    labels: Mapping[str, str]
+    limits: SandboxLimits
+    workspace: Workspace
+    workdir: str = "/app"
+    read_only: Mapping[str, Path] = field(default_factory=dict)
+    with_logs: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 20.0
+
+
+class Sandbox(Protocol):
+    """A running sandbox; one command at a time."""
+
+    spec: SandboxSpec
+
+    async def exec(self, command: str, timeout_s: float, cap_bytes: int | None = None) -> ExecResult:
+        """Run `bash -c command` in the working directory. Never longer than `timeout_s` plus a short kill."""
+
+    async def upload(self, tar: bytes, into: str, timeout_s: float) -> None:
+        """Unpack a tar inside the sandbox, under its limits."""
+
+    async def download(self, path: str, timeout_s: float, cap_bytes: int) -> bytes:
+        """A tar of `path` made inside the sandbox; refused when larger than `cap_bytes`."""
+
+    async def stop(self, deadline_s: float = 10.0) -> StopProof:
+        """End everything in it and prove that. Safe to call twice."""
+
+
+class SandboxProvider(Protocol):
+    """Makes workspaces and sandboxes; removes what a dead server left."""
+
+    def refusal(self, needs: SandboxNeeds) -> str | None:
+        """Why this provider cannot carry such a task, in one line; None when it can."""
+
+    async def new_workspace(self, name: str, source: Path | None) -> Workspace:
+        """A fresh workspace holding a copy of `source`."""
+
+    async def remove_workspace(self, workspace: Workspace) -> str | None:
+        """Delete it; the reason when something of it is left."""
+
+    async def publish(self, source: Path, digest: str) -> Path:
+        """A read-only copy of a trusted tree that sandboxes may mount, made once per digest."""
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Start a sandbox; raises `SandboxStartError` with nothing left behind."""
+
+    async def reap(self) -> list[str]:
+        """End and remove what an earlier server left; one line per thing found."""
+
+
+@dataclass(frozen=True)
+class SandboxNeeds:
+    """What a task asks of a provider beyond files and limits."""
+
+    network_mode: str
+    docker_image: str | None
+    build_instructions: tuple[str, ...]
+
+
+async def stop_surely(sandbox: Sandbox, stops: list[StopProof], deadline_s: float = 10.0) -> StopProof:
+    """Stop `sandbox` and append the proof to `stops`; a cancellation waits for the stop to end and goes on then."""
+    job = asyncio.ensure_future(_stop(sandbox, deadline_s))
+    try:
+        return await asyncio.shield(job)
+    finally:
+        if not job.done():
+            await asyncio.wait({job})
+        stops.append(job.result())
+
+
+async def _stop(sandbox: Sandbox, deadline_s: float) -> StopProof:
+    try:
+        return await sandbox.stop(deadline_s)
+    except OSError as error:
+        return StopProof(False, f"sandbox {sandbox.spec.name}: stop failed: {error}", 0.0)
