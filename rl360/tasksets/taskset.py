@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rl360.errors import BadInput
-from rl360.harbor.task import load_task
+from rl360.harbor.task import Task, load_task
 from rl360.tasksets.harbor_files import BUILTIN_DIR
 
 BUILTIN = {"builtin:chores": BUILTIN_DIR}
@@ -68,6 +68,17 @@ def _root(spec: str) -> Path:
     return root.resolve()
 
 
+def _domain(task: Task, default: str) -> str:
+    """What the reward is reported by: `metadata.family` or `metadata.domain` of task.toml, else the set's own name."""
+    for key in ("family", "domain"):
+        if key in task.config.metadata:
+            value = task.config.metadata[key]
+            if not isinstance(value, str) or not value:
+                raise BadInput(f"{task.path / 'task.toml'}: metadata.{key} = {value!r} is not a name; give a text")
+            return value
+    return default
+
+
 def load_taskset(spec: str) -> TaskSet:
     """Load and check every task of `spec`: `builtin:chores` or a directory whose sub-directories are Harbor tasks."""
     root = _root(spec)
@@ -80,11 +91,11 @@ def load_taskset(spec: str) -> TaskSet:
     digest = hashlib.sha256()
     for folder in folders:
         task = load_task(folder)
-        if task.task_id in found:
-            raise BadInput(f"task {task.task_id!r} is there twice: {found[task.task_id].path} and {folder}; rename one")
-        entry = TaskEntry(task_id=task.task_id, path=folder, domain=task.domain)
-        found[task.task_id] = entry
-        digest.update(f"{task.task_id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
+        if task.id in found:
+            raise BadInput(f"task {task.id!r} is there twice: {found[task.id].path} and {folder}; rename one")
+        entry = TaskEntry(task_id=task.id, path=folder, domain=_domain(task, root.name))
+        found[task.id] = entry
+        digest.update(f"{task.id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
     return TaskSet(spec=spec, entries=dict(sorted(found.items())), digest=digest.hexdigest())
 
 

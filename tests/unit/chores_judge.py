@@ -31,7 +31,7 @@ def chat_messages(instruction: str, turns: Sequence[tuple[str, str]]) -> list[di
 
 
 def judge_all(root: Path, cases: Sequence[tuple[Mapping[str, str], Sequence[str], str]]) -> list[str]:
-    """Content of reward.txt for each (files, commands, test.sh text); `/app` and `/logs/verifier` become directories."""
+    """Content of reward.txt for each (files, commands, test.sh text); `/app`, `/logs/verifier` are moved."""
     script = ["export LC_ALL=C HOME=" + shlex.quote(str(root))]
     for index, (files, commands, verifier) in enumerate(cases):
         case = root / str(index)

@@ -1,4 +1,4 @@
-"""Every family: the right commands earn 1, every plausibly wrong sequence and doing nothing earn 0, by the real verifier."""
+"""Every family: right commands earn 1, every wrong sequence and doing nothing earn 0, by the real verifier."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_verifier_sees_side_damage_and_links(tmp_path: Path) -> None:
     backup = draw_chore(random.Random(1), "backup")
     name = next(iter(backup.files)).removesuffix(".txt")
     rename = draw_chore(random.Random(1), "rename")
-    bystander = [path for path, text in rename.expected.items() if text is not None and path in rename.files][0]
+    bystander = next(path for path, text in rename.expected.items() if text is not None and path in rename.files)
     cases = [
         (backup.files, (f"ln -s {name}.txt {name}.bak",), verifier_text(backup)),
         (backup.files, (*backup.right[0], f"echo x >> {name}.txt"), verifier_text(backup)),

@@ -1,0 +1,85 @@
+"""Task sets: what is loaded, what is refused, and the stateless cursor."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rl360.errors import BadInput
+from rl360.tasksets.chores import FAMILIES, draw_chore
+from rl360.tasksets.harbor_files import write_task
+from rl360.tasksets.taskset import draw, load_taskset
+
+
+def _set_of(root: Path, names: list[str]) -> Path:
+    for name in names:
+        write_task(root, name, draw_chore(random.Random(name), "append"))
+    return root
+
+
+def test_builtin_set() -> None:
+    chores = load_taskset("builtin:chores")
+    assert len(chores) == 32
+    assert Counter(chores[task].domain for task in chores.task_ids) == dict.fromkeys(FAMILIES, 2)
+    assert all((chores[task].path / "tests" / "test.sh").is_file() for task in chores.task_ids)
+    assert chores.digest == load_taskset("builtin:chores").digest
+
+
+def test_a_directory_is_a_set_and_its_content_is_in_the_digest(tmp_path: Path) -> None:
+    taskset = load_taskset(str(_set_of(tmp_path / "mine", ["b", "a"])))
+    assert taskset.task_ids == ["rl360/a", "rl360/b"]
+    (tmp_path / "mine" / "a" / "tests" / "test.sh").write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    assert load_taskset(str(tmp_path / "mine")).digest != taskset.digest
+
+
+def test_domain_without_metadata_is_the_sets_name(tmp_path: Path) -> None:
+    root = _set_of(tmp_path / "mine", ["a"])
+    toml = root / "a" / "task.toml"
+    toml.write_text(toml.read_text().replace('[metadata]\nfamily = "append"\n', ""))
+    assert load_taskset(str(root))["rl360/a"].domain == "mine"
+    toml.write_text(toml.read_text() + "[metadata]\ndomain = 3\n")
+    with pytest.raises(BadInput, match=r"metadata.domain = 3"):
+        load_taskset(str(root))
+
+
+def test_refusals_name_the_value(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="builtin:chore' is unknown"):
+        load_taskset("builtin:chore")
+    with pytest.raises(BadInput, match="is not a directory"):
+        load_taskset(str(tmp_path / "nowhere"))
+    with pytest.raises(BadInput, match="no task directory"):
+        load_taskset(str(tmp_path))
+    root = _set_of(tmp_path / "mine", ["a", "b"])
+    shutil.copytree(root / "a", root / "c")
+    with pytest.raises(BadInput, match=r"rl360/a.* twice.*rename one"):
+        load_taskset(str(root))
+    shutil.rmtree(root / "c")
+    (root / "b" / "instruction.md").unlink()
+    with pytest.raises(BadInput, match=r"b: no instruction.md"):
+        load_taskset(str(root))
+    with pytest.raises(BadInput, match="'x' is not in task set"):
+        load_taskset("builtin:chores")["x"]
+
+
+def test_cursor_is_a_function_of_seed_step_and_n() -> None:
+    chores = load_taskset("builtin:chores")
+    assert draw(chores, 0, 7, 12) == draw(chores, 0, 7, 12)
+    assert draw(chores, 0, 7, 12) != draw(chores, 1, 7, 12)
+    assert draw(chores, 0, 7, 12) != draw(chores, 0, 8, 12)
+    with pytest.raises(BadInput, match="cannot draw 0 tasks"):
+        draw(chores, 0, 0, 0)
+
+
+@pytest.mark.parametrize("n", [1, 5, 12, 32, 40])
+def test_every_pass_holds_every_task_once(n: int) -> None:
+    chores = load_taskset("builtin:chores")
+    steps = 32 * 3 // n + 1
+    sequence = [task for step in range(steps) for task in draw(chores, 3, step, n)]
+    passes = [sequence[start : start + 32] for start in range(0, len(sequence) - 31, 32)]
+    assert len(passes) >= 3
+    assert all(sorted(one) == chores.task_ids for one in passes)
+    assert passes[0] != passes[1]
