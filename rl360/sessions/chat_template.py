@@ -220,7 +220,7 @@ class ChatTemplate:
         text = self._text(messages, (tool,), generation=True)
         if stock.encode(text, add_special_tokens=False).ids != self._ids(text).tolist():
             raise BadInput("tokenizer encodes around special tokens differently than apart (prefix space, stripping?)")
-        plain = "".join(SPECIALS)
+        plain = "".join(SPECIALS) + " A  b\n\tC "
         if not self._special_id_set.isdisjoint(self._encode(plain)) or self._decode(self._encode(plain)) != plain:
             raise BadInput(
                 "tokenizer cannot write special tokens as plain text; use a byte-level BPE without a normalizer"

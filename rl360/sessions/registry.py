@@ -2,6 +2,10 @@
 
 Owned by the server's event loop. A session with a request in flight is never evicted; an evicted or deleted one is
 closed first, so that nothing that is still on its way can be recorded into it.
+
+Creating is idempotent: the spec of an attempt that already has a session here returns that session, so a task that was
+killed and starts again finds what its agent has sampled so far. A spec without a weight version names no run and
+always makes a new session.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class Registry:
         self.limits = limits
         self._clock = clock
         self._held: dict[str, _Held] = {}
+        self._by_spec: dict[SessionSpec, str] = {}
         self.total_bytes = 0
         self.evicted = 0
         self.created = 0
@@ -55,7 +60,9 @@ class Registry:
         return sum(held.in_flight for held in self._held.values())
 
     def create(self, spec: SessionSpec) -> Session:
-        """A new session under a 192-bit random id; refuses when the byte budget is used up."""
+        """The session of this spec, else a new one under a 192-bit random id; refuses over the byte budget."""
+        if spec in self._by_spec:
+            return self.get(self._by_spec[spec])
         if self.total_bytes >= self.limits.total_bytes:
             raise SessionRefusal(
                 Refusal.OVER_BUDGET,
@@ -64,6 +71,8 @@ class Registry:
             )
         session = Session(secrets.token_urlsafe(24), spec, self._template, self.limits.session_bytes)
         self._held[session.session_id] = _Held(session, self._clock())
+        if spec.expected_weight_version is not None:
+            self._by_spec[spec] = session.session_id
         self._account(session.session_id)
         self.created += 1
         return session
@@ -110,4 +119,6 @@ class Registry:
             held.counted_bytes = held.session.held_bytes
 
     def _forget(self, session_id: str) -> None:
-        self.total_bytes -= self._held.pop(session_id).counted_bytes
+        held = self._held.pop(session_id)
+        self.total_bytes -= held.counted_bytes
+        self._by_spec.pop(held.session.spec, None)

@@ -1,0 +1,461 @@
+"""The session server over HTTP: the agent's path, the operator's path, and everything that must be refused."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+
+from rl360.sessions.merge import merge
+from rl360.sessions.registry import Limits, Registry
+from rl360.sessions.sample import MergedSample
+from rl360.store.codec import unpack
+from tests.unit.sessions_data import BASH_SCHEMA, EDIT_SCHEMA, call_turn, spec, state_of, template
+from tests.unit.sessions_server import BEARER, CREATE, Bench, engine_reply, session_bench
+
+MESSAGES = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
+CHAT = {"model": "openai/policy", "messages": MESSAGES, "tools": [BASH_SCHEMA]}
+
+
+@pytest.fixture(scope="module")
+def _shared() -> Iterator[Bench]:
+    with session_bench(Limits(session_bytes=200_000, body_bytes=300_000)) as bench:
+        yield bench
+
+
+@pytest.fixture
+def bench(_shared: Bench) -> Bench:
+    _shared.engine.script = engine_reply
+    _shared.engine.gate.set()
+    _shared.engine.bodies.clear()
+    return _shared
+
+
+def _wait(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, f"waited 10 s for {what}"
+        time.sleep(0.005)
+
+
+def test_a_whole_attempt(bench: Bench) -> None:
+    session_id, base_url = bench.create()
+    assert base_url == f"{bench.url}/sessions/{session_id}/v1"
+    bench.engine.script = lambda body: engine_reply(body, call_turn("ls"))
+    first = bench.chat(session_id, CHAT).json()
+    message = first["choices"][0]["message"]
+    assert first["choices"][0]["finish_reason"] == "tool_calls"
+    assert message["tool_calls"][0]["function"] == {"name": "bash", "arguments": '{"command":"ls"}'}
+    bench.engine.script = engine_reply
+    tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "a.txt"}
+    second = bench.chat(session_id, {**CHAT, "messages": [*MESSAGES, message, tool]}).json()
+    assert second["choices"][0]["message"] == {"role": "assistant", "content": "done"}
+    assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    sent = [body["input_ids"] for body in bench.engine.bodies]
+    assert bench.engine.keys[-2:] == [session_id, session_id]
+    merged = bench.get(f"/sessions/{session_id}/merged")
+    sample = MergedSample.from_wire(unpack(merged.content, "merged"), "merged")
+    assert merged.headers["content-type"] == "application/msgpack"
+    assert sample.tokens.tolist()[: len(sent[1])] == sent[1]
+    assert (sample.turns, sample.session_id, sample.attempt_id) == (2, session_id, CREATE["attempt_id"])
+    as_json = bench.get(f"/sessions/{session_id}/merged", Accept="application/json").json()
+    assert as_json["tokens"] == sample.tokens.tolist()
+    assert bench.get(f"/sessions/{session_id}").json()["turns"][1]["prompt_tokens"] == len(sent[1])
+    assert bench.http.delete(f"/sessions/{session_id}", headers=BEARER).status_code == 204
+    assert bench.get(f"/sessions/{session_id}").status_code == 404
+
+
+def test_everything_that_decides_sampling_is_assigned(bench: Bench) -> None:
+    session_id, _ = bench.create(max_seq_len=64)
+    wanted = {"temperature": 0.1, "top_p": 0.2, "max_tokens": 3, "seed": 7, "stop": ["x"], "logprobs": True}
+    bench.chat(session_id, {**CHAT, **wanted, "top_k": -1, "input_ids": [1], "user": "me"})
+    body = bench.engine.bodies[-1]
+    prompt = len(body["input_ids"])
+    assert body["return_logprob"] is True and body["return_prompt_token_ids"] is True and body["stream"] is False
+    assert body["sampling_params"]["max_new_tokens"] == 64 - prompt < 48
+    assert (body["sampling_params"]["temperature"], body["sampling_params"]["top_p"]) == (1.0, 1.0)
+    assert body["sampling_params"]["stop_token_ids"] == [2]
+    assert body["sampling_params"]["no_stop_trim"] is False
+    ignored = bench.get(f"/sessions/{session_id}").json()["ignored_params"]
+    assert ignored == dict.fromkeys(("temperature", "top_p", "max_tokens", "seed", "stop", "logprobs", "input_ids"), 1)
+
+
+def test_the_agent_is_told_no_ids_and_no_logprobs(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    reply = bench.chat(session_id, {**CHAT, "logprobs": True, "stream": False}).json()
+    assert set(reply) == {"id", "object", "created", "model", "choices", "usage"}
+    assert reply["choices"][0]["logprobs"] is None
+    text = orjson.dumps(reply).decode()
+    assert session_id not in text and "_ids" not in text and "-0.5" not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stock_openai_client_works_unchanged(bench: Bench, stream: bool) -> None:
+    session_id, base_url = bench.create()
+    bench.engine.script = lambda body: engine_reply(body, "Look: " + call_turn("ls")[:-10] + call_turn("pwd"))
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        if stream:
+            with client.chat.completions.stream(
+                model="policy", messages=MESSAGES, tools=[BASH_SCHEMA], stream_options={"include_usage": True}
+            ) as events:
+                reply = events.get_final_completion()
+        else:
+            reply = client.chat.completions.create(model="policy", messages=MESSAGES, tools=[BASH_SCHEMA])
+        choice = reply.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Look: "
+        calls = choice.message.tool_calls
+        assert [(c.function.name, c.function.arguments) for c in calls] == [
+            ("bash", '{"command":"ls"}'),
+            ("bash", '{"command":"pwd"}'),
+        ]
+        assert reply.usage is not None and reply.usage.prompt_tokens == len(bench.engine.bodies[-1]["input_ids"])
+        # what the client library itself sends back continues the session, null fields included
+        echoed = orjson.loads(choice.message.model_dump_json(exclude={"parsed"}))
+        for call in echoed["tool_calls"]:
+            call["function"].pop("parsed_arguments", None)
+        results = [{"role": "tool", "tool_call_id": c.id, "content": "x"} for c in calls]
+        bench.engine.script = engine_reply
+        last = client.chat.completions.create(
+            model="policy", messages=[*MESSAGES, echoed, *results], tools=[BASH_SCHEMA], stream=stream
+        )
+        content = "".join(c.choices[0].delta.content or "" for c in last) if stream else last.choices[0].message.content
+        assert content == "done"
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="policy", messages=MESSAGES[:1], tools=[BASH_SCHEMA])
+        assert caught.value.code == "bad_body"
+    assert merge(bench.service.registry.get(session_id)).turns == 2
+
+
+def test_a_stream_carries_usage_only_when_asked(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    reply = bench.chat(session_id, {**CHAT, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.text.endswith("data: [DONE]\n\n")
+    chunks = [orjson.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, None, "stop"]
+
+
+def test_bearer_guards_all_but_health_and_the_agent_path(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    for method, path in (
+        ("POST", "/sessions"),
+        ("GET", f"/sessions/{session_id}"),
+        ("GET", f"/sessions/{session_id}/merged"),
+        ("DELETE", f"/sessions/{session_id}"),
+    ):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "é"},
+            {"Authorization": BEARER["Authorization"][7:]},
+        ):
+            encoded = {key: value.encode() for key, value in headers.items()}
+            reply = bench.http.request(method, path, headers=encoded)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "unauthorized")
+    assert bench.chat(session_id, CHAT).status_code == 200
+    told = bench.http.get("/health").json()
+    assert (told["status"], told["service"], len(told["incarnation"])) == ("ok", "sessions", 32)
+    assert told["refused"]["unauthorized"] >= 16
+
+
+HOSTILE_BODIES: list[Any] = [
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[1]",
+    b"null",
+    b'{"messages": "x"}',
+    b'{"messages": []}',
+    b'{"messages": [1]}',
+    b'{"messages": [{}]}',
+    b'{"messages": [{"role": "user"}]}',
+    b'{"messages": [{"role": ["user"], "content": "x"}]}',
+    b'{"messages": [{"role": "developer", "content": "x"}]}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "user", "content": {"a": 1}}]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+    b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "prefill"}]}',
+    {**CHAT, "messages": [*MESSAGES, MESSAGES[0], MESSAGES[1]]},
+    b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}, *MESSAGES[1:]]},
+    {**CHAT, "messages": [{"role": "assistant", "tool_calls": 7}, *MESSAGES[1:]]},
+    {**CHAT, "messages": [{"role": "assistant", "reasoning_content": "hm"}, *MESSAGES[1:]]},
+    {
+        **CHAT,
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "a", "function": {"name": "bash", "arguments": '{"a":' + "[" * 300 + "]" * 300 + "}"}}
+                ],
+            },
+            *MESSAGES[1:],
+        ],
+    },
+    {**CHAT, "messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]},
+    {**CHAT, "messages": [{"role": "user", "content": "x"}] * 5000},
+    {**CHAT, "tools": "x"},
+    {**CHAT, "tools": [1]},
+    {**CHAT, "tools": [{"type": "function", "function": {"name": "a\nb"}}]},
+    {**CHAT, "tools": [BASH_SCHEMA, BASH_SCHEMA]},
+    {**CHAT, "tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": [1]}}}]},
+    {**CHAT, "tools": [{"type": "function", "function": {"name": "x", "parameters": {"required": ["a"]}}}]},
+    {**CHAT, "tools": [{"type": "function", "function": {"name": "x", "parameters": {"required": [[1]]}}}]},
+    {**CHAT, "n": 2},
+    {**CHAT, "n": True},
+    {**CHAT, "stream": "yes"},
+    {**CHAT, "stream_options": [1]},
+    {**CHAT, "tool_choice": "required"},
+    {**CHAT, "response_format": {"type": "json_object"}},
+    {**CHAT, "model": 5},
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE_BODIES, ids=range(len(HOSTILE_BODIES)))
+def test_hostile_bodies_are_refused_and_change_nothing(bench: Bench, body: Any) -> None:
+    session_id, _ = bench.create()
+    session = bench.service.registry.get(session_id)
+    for _ in range(2):  # before the first turn, and after it
+        before, sent = state_of(session), len(bench.engine.bodies)
+        reply = bench.chat(session_id, body)
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["code"] == "bad_body" and error["message"] and "\n" not in error["message"]
+        assert state_of(session) == before
+        assert len(bench.engine.bodies) == sent
+        bench.chat(session_id, CHAT)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": {"temperature": 1.0}},
+        {"sampling": {**CREATE["sampling"], "temperature": -1}},
+        {"sampling": {**CREATE["sampling"], "top_k": 0}},
+        {"sampling": {**CREATE["sampling"], "top_p": 0}},
+        {"sampling": {**CREATE["sampling"], "max_new_tokens": "48"}},
+        {"sampling": {**CREATE["sampling"], "seed": 1}},
+        {"max_seq_len": 0},
+        {"max_seq_len": None},
+        {"attempt_id": ""},
+        {"attempt_id": "x" * 300},
+        {"surprise": 1},
+        {"expected_weight_version": 3},
+    ],
+)
+def test_bad_session_bodies(bench: Bench, changes: dict[str, Any]) -> None:
+    reply = bench.http.post("/sessions", json={**CREATE, **changes}, headers=BEARER)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "bad_body")
+    for raw in (b"", b"[]", b'{"sampling": NaN}'):
+        assert bench.http.post("/sessions", content=raw, headers=BEARER).status_code == 400
+
+
+def test_unknown_paths_answer_in_the_same_shape(bench: Bench) -> None:
+    for method, path, status in (
+        ("GET", "/nowhere", 404),
+        ("PUT", "/sessions", 405),
+        ("GET", "/sessions/nope", 404),
+        ("GET", "/sessions/%00%ff/merged", 404),
+        ("DELETE", "/sessions/nope", 404),
+    ):
+        reply = bench.http.request(method, path, headers=BEARER)
+        assert reply.status_code == status
+        assert set(reply.json()["error"]) == {"message", "type", "code", "param"}
+    assert bench.chat("nope", CHAT).status_code == 404
+
+
+def test_budgets(bench: Bench) -> None:
+    session_id, _ = bench.create(max_seq_len=1 << 20)
+    over = bench.chat(session_id, {**CHAT, "messages": [{"role": "user", "content": "x" * 400_000}]})
+    assert (over.status_code, over.json()["error"]["code"]) == (413, "over_budget")
+    # long enough to be rendered in a thread, too long for this session's budget
+    big = bench.chat(session_id, {**CHAT, "messages": [{"role": "user", "content": "x" * 70_000}]})
+    assert (big.status_code, big.json()["error"]["code"]) == (413, "over_budget")
+    small, _ = bench.create(max_seq_len=16)
+    full = bench.chat(small, CHAT)
+    assert (full.status_code, full.json()["error"]["code"]) == (409, "length")
+    assert full.headers["x-should-retry"] == "false"
+    assert bench.get(f"/sessions/{small}/merged").json()["error"]["code"] == "cannot_merge"
+    assert bench.get(f"/sessions/{small}/merged").status_code == 422
+
+
+def _meta(**changes: Any) -> Any:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        reply = engine_reply(body)
+        reply["meta_info"].update(changes)
+        return reply
+
+    return answer
+
+
+def _top(**changes: Any) -> Any:
+    return lambda body: {**engine_reply(body), **changes}
+
+
+BAD_REPLIES: dict[str, Any] = {
+    "status 400": lambda body: (400, b'{"error": "no"}'),
+    "status 500": lambda body: (500, b""),
+    "not json": lambda body: (200, b"{"),
+    "a list": lambda body: [1],
+    "no meta": lambda body: {"output_ids": [2]},
+    "abort": _meta(finish_reason={"type": "abort", "message": "gone"}),
+    "no reason": _meta(finish_reason=None),
+    "other prompt": _top(prompt_token_ids=[1, 2]),
+    "no prompt ids": _top(prompt_token_ids=None),
+    "no ids": _top(output_ids=[]),
+    "one id more": _top(output_ids=[9, 9, 9, 9, 9, 9, 9, 2]),
+    "ids of strings": _top(output_ids="ab"),
+    "no logprobs": _meta(output_token_logprobs=None),
+    "odd logprobs": _meta(output_token_logprobs=[[None, 2, None]]),
+    "logprobs of other ids": lambda body: {
+        **engine_reply(body),
+        "output_ids": engine_reply(body, "dead<|im_end|>")["output_ids"],
+    },
+    "no versions": _meta(weight_versions=None, weight_version=None),
+    "odd versions": _meta(weight_versions=[{"version": "run:0"}]),
+    "versions of no list": _meta(weight_versions=7),
+    "versions with a hole": _meta(weight_versions=[{"version": "run:0", "start": 0, "end": 1}]),
+    "another version": _meta(weight_versions=None, weight_version="run:1"),
+    "not ended": lambda body: engine_reply(body, "done"),
+    "cut at the end": lambda body: engine_reply(body, finish="length"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REPLIES)
+def test_bad_upstream_replies_record_nothing(bench: Bench, name: str) -> None:
+    session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"bad-{name}")
+    session = bench.service.registry.get(session_id)
+    before = state_of(session)
+    bench.engine.script = BAD_REPLIES[name]
+    reply = bench.chat(session_id, CHAT)
+    code = "wrong_version" if name == "another version" else "bad_upstream"
+    assert (reply.status_code, reply.json()["error"]["code"]) == (502, code), reply.text
+    assert state_of(session) == before
+    bench.engine.script = engine_reply
+    assert bench.chat(session_id, CHAT).status_code == 200
+
+
+def test_a_late_engine_is_given_up_and_recorded_nowhere() -> None:
+    with session_bench(deadline_s=0.3) as bench:
+        session_id, _ = bench.create()
+        bench.engine.gate.clear()
+        reply = bench.chat(session_id, CHAT)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_upstream")
+        assert "within 0.3 s" in reply.json()["error"]["message"]
+        assert bench.service.registry.get(session_id).epoch == 0
+
+
+def test_a_refused_connection_is_tried_again_and_then_502() -> None:
+    with session_bench() as bench, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        bench.service.upstream._url = f"http://127.0.0.1:{taken.getsockname()[1]}/generate"
+        session_id, _ = bench.create()
+        reply = bench.chat(session_id, CHAT)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_upstream")
+        assert "ConnectError" in reply.json()["error"]["message"]
+        assert reply.headers.get("x-should-retry") is None
+        threading.Timer(0.15, taken.listen).start()  # from now on it accepts, and never answers: no second send
+        bench.service.upstream._deadline_s = 1.0
+        late = bench.chat(session_id, CHAT)
+        assert "within 1 s" in late.json()["error"]["message"]
+
+
+def test_of_racing_requests_exactly_one_is_recorded(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    bench.engine.gate.clear()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        racing = [pool.submit(bench.chat, session_id, CHAT) for _ in range(8)]
+        _wait(lambda: len(bench.engine.bodies) == 8, "eight generations")
+        bench.engine.gate.set()
+        replies = [future.result() for future in racing]
+    assert sorted(reply.status_code for reply in replies) == [200] + [409] * 7
+    lost = [reply for reply in replies if reply.status_code == 409]
+    assert {reply.json()["error"]["code"] for reply in lost} == {"lost_race"}
+    # the stock client would resend a 409, and its resend would roll the winner back
+    assert all(reply.headers["x-should-retry"] == "false" for reply in lost)
+    session = bench.service.registry.get(session_id)
+    assert (session.epoch, len(session.turns)) == (1, 1)
+    assert session.lost_race_tokens == 7 * session.turns[0].sampled
+
+
+def test_a_client_that_goes_away_changes_nothing_and_stops_the_engine(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    session = bench.service.registry.get(session_id)
+    bench.engine.gate.clear()
+    bench.engine.cancelled.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        bench.chat(session_id, CHAT, timeout=httpx.Timeout(5, read=0.3))
+    assert bench.engine.cancelled.wait(10)
+    _wait(lambda: bench.service.registry.in_flight == 0, "the request to end")
+    bench.engine.gate.set()
+    assert (session.epoch, session.lost_race_tokens) == (0, 0)
+    assert bench.chat(session_id, CHAT).status_code == 200
+
+
+def test_a_session_deleted_in_flight_records_nothing(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    session = bench.service.registry.get(session_id)
+    bench.engine.gate.clear()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(bench.chat, session_id, CHAT)
+        _wait(lambda: bench.engine.bodies, "the generation")
+        assert bench.http.delete(f"/sessions/{session_id}", headers=BEARER).status_code == 204
+        bench.engine.gate.set()
+        assert pending.result().status_code == 404
+    assert session.turns == []
+
+
+def test_changed_tools_and_cut_turns_over_http(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    message = bench.chat(session_id, CHAT).json()["choices"][0]["message"]
+    longer = [*MESSAGES, message, {"role": "user", "content": "more"}]
+    changed = bench.chat(session_id, {**CHAT, "messages": longer, "tools": [EDIT_SCHEMA]})
+    assert (changed.status_code, changed.json()["error"]["code"]) == (400, "tools_changed")
+    bench.engine.script = lambda body: engine_reply(body, "half", finish="length")
+    cut = bench.chat(session_id, {**CHAT, "messages": longer}).json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+    after = bench.chat(session_id, {**CHAT, "messages": [*longer, cut["message"], {"role": "user", "content": "x"}]})
+    assert (after.status_code, after.json()["error"]["code"]) == (409, "cut_turn")
+
+
+def test_creating_twice_finds_the_session_again() -> None:
+    with session_bench() as bench:
+        first, _ = bench.create(expected_weight_version="run:0")
+        assert bench.create(expected_weight_version="run:0")[0] == first
+        assert bench.create(expected_weight_version="run:1")[0] != first
+        assert bench.create()[0] != bench.create()[0]  # no version, no run: never shared
+        bench.http.delete(f"/sessions/{first}", headers=BEARER)
+        assert bench.create(expected_weight_version="run:0")[0] != first
+
+
+def test_idle_sessions_are_evicted_but_never_in_flight() -> None:
+    now = [0.0]
+    registry = Registry(template(), Limits(idle_ttl_s=10), clock=lambda: now[0])
+    busy, idle = registry.create(spec(attempt_id="a")), registry.create(spec(attempt_id="b"))
+    assert registry.total_bytes == busy.held_bytes + idle.held_bytes
+    with registry.using(busy.session_id):
+        now[0] = 11.0
+        assert registry.evict_idle() == 1
+    assert idle.closed and not busy.closed
+    assert registry.total_bytes == busy.held_bytes
+    now[0] = 20.0
+    assert registry.evict_idle() == 0
+    now[0] = 21.0
+    assert registry.evict_idle() == 1
+    assert (len(registry), registry.total_bytes, registry.evicted) == (0, 0, 2)
+
+
+def test_the_server_budget_refuses_new_sessions() -> None:
+    with session_bench(Limits(total_bytes=10_000)) as bench:
+        bench.create(), bench.create()
+        reply = bench.http.post("/sessions", json=CREATE, headers=BEARER)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "over_budget")
