@@ -8,6 +8,8 @@ Errors: `EngineSilent` (no answer: no connection, or past the deadline) and `Eng
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +19,16 @@ import orjson
 from rl360.errors import BadInput, ServiceError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    return httpx.create_ssl_context()
+
+
+def open_http() -> httpx.AsyncClient:
+    """A client for control calls; loading certificates costs more than a push's calls do, so it happens once."""
+    return httpx.AsyncClient(verify=_ssl_context())
 
 
 class EngineSilent(ServiceError):

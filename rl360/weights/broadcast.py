@@ -19,11 +19,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
-import httpx
 import torch
 import torch.distributed as dist
 
-from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
+from rl360.engines.client import EngineClient, EngineRefused, EngineSilent, open_http
 from rl360.errors import BadInput, EngineChurn, ServiceError
 from rl360.weights.checksum import tensor_specs
 from rl360.weights.messages import Bucket, EngineTransfer, PushPlan, TransferReport
@@ -84,7 +83,7 @@ class _Loop:
 
 
 def _connect(name: str, store: Any, world_size: int, timeout_s: float) -> Any:
-    """The gloo backend of rank 0, with the store prefixes that torch's `_new_process_group_helper` gives SGLang's side."""
+    """Rank 0's gloo backend, with the store prefixes that torch's `_new_process_group_helper` gives SGLang's side."""
     prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     return dist.ProcessGroupGloo(prefixed, 0, world_size, timedelta(seconds=timeout_s))
 
@@ -136,7 +135,7 @@ class BroadcastTransport:
 
     def _transfer(self, plan: PushPlan, tensors: Mapping[str, torch.Tensor], loop: _Loop) -> TransferReport:
         began = time.monotonic()
-        http = httpx.AsyncClient()
+        http = open_http()
         engines = [
             _Engine(EngineClient(engine.url, http, plan.call_deadline_s), rank)
             for rank, engine in enumerate(plan.engine_set.engines, start=1)

@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 from rl360.config.run import PushConfig
 from rl360.config.services import Services
-from rl360.engines.client import EngineClient
+from rl360.engines.client import EngineClient, open_http
 from rl360.engines.fleet import EngineIdentity, EngineState, Probe, probe_fleet
 from rl360.engines.gateway import GatewayClient
 from rl360.engines.processes import end_tree, tree_of_url
@@ -40,7 +40,7 @@ from rl360.weights.messages import (
     loading_mark,
 )
 from rl360.weights.plan import engine_name, group_name, plan_push
-from rl360.weights.receivers import END_DEADLINE_S, GATEWAY_DEADLINE_S, Receivers, Slot, unconfirmed_text
+from rl360.weights.receivers import END_DEADLINE_S, GATEWAY_DEADLINE_S, Receivers, Slot, unconfirmed_text, with_slack_s
 
 _STRIKES = 2  # transfers an engine may refuse before it is fenced
 
@@ -62,7 +62,7 @@ async def push(
     config: PushConfig,
 ) -> PushRecord:
     """Push `version`, the result of `step`, and record it in the step's `push.json`."""
-    async with httpx.AsyncClient() as http:
+    async with open_http() as http:
         return await _Push(store, services, run, step, version, trainer, config, http).run_once()
 
 
@@ -70,7 +70,7 @@ async def ensure_weights(
     store: fence.Store, services: Services, run: str, version: str, trainer: WeightSource, config: PushConfig
 ) -> PushRecord | None:
     """Push `version` unless every engine already holds it and gets traffic; None when there was nothing to do."""
-    async with httpx.AsyncClient() as http:
+    async with open_http() as http:
         job = _Push(store, services, run, None, version, trainer, config, http)
         record = await asyncio.to_thread(fence.last_record, store)
         if record is not None and record.version == version and await job.still_holds(record):
@@ -158,7 +158,7 @@ class _Push:
             return recorded
         with self.phase("settle"):
             # a receiver may sit in a broadcast of the unfinished push until that one's deadline
-            patience_s = max([self.probe_deadline_s, *(intent.call_deadline_s + 5.0 for intent in intents)])
+            patience_s = max([self.probe_deadline_s, *(with_slack_s(i.call_deadline_s) for i in intents)])
             probes = await probe_fleet([self.client(url) for url in self.services.engine_urls], patience_s)
             reclaimed = await self.settle(intents, probes)
         with self.phase("freeze"):
@@ -205,7 +205,7 @@ class _Push:
         return holding >= self.config.min_engines
 
     async def settle(self, intents: list[fence.Intent], probes: list[Probe]) -> set[tuple[str, str]]:
-        """Account for every receiver of every unfinished push: gone, or answering as the same incarnation (returned)."""
+        """Account for every receiver of every unfinished push: gone, or answering as the same incarnation: those."""
         answering = {(p.identity.url, p.identity.incarnation) for p in probes if p.identity is not None}
         notes: list[fence.Unconfirmed] = []
         reclaimed: set[tuple[str, str]] = set()

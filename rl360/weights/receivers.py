@@ -23,6 +23,11 @@ END_DEADLINE_S = 15.0
 GATEWAY_DEADLINE_S = 20.0
 
 
+def with_slack_s(call_deadline_s: float) -> float:
+    """How long a call may take behind another one that runs into its own deadline."""
+    return call_deadline_s + min(5.0, call_deadline_s)
+
+
 @dataclass
 class Slot:
     """One receiver."""
@@ -190,7 +195,8 @@ class Receivers:
         answers as soon as the neighbour's connections close. Returns the fenced."""
         fenced = []
         for slot in suspects:
-            probe = await probe_engine(slot.client, self.probe_deadline_s)
+            # each of them already missed a call's deadline or refused: this look may be short
+            probe = await probe_engine(slot.client, min(self.probe_deadline_s, 10.0))
             same = probe.identity is not None and probe.identity.incarnation == slot.identity.incarnation
             if not same:
                 await self.fence_off(slot, probe.reason or "restarted during the push")
@@ -207,7 +213,7 @@ class Receivers:
 
         async def one(slot: Slot) -> None:
             await self.gateway.remove(slot.url, GATEWAY_DEADLINE_S)
-            deadline_s = self.call_deadline_s + 5.0
+            deadline_s = with_slack_s(self.call_deadline_s)
             await slot.client.abort_all(deadline_s)
             await slot.client.destroy_group(self.intent.group_name, deadline_s)
             try:
