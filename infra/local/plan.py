@@ -333,15 +333,9 @@ def _sandbox(options: UpOptions) -> Spec:
 
 def _trainer(options: UpOptions) -> Spec:
     port = options.ports["trainer"]
-    argv = (
-        _program("torchrun"),
-        "--nnodes",
-        "1",
-        "--nproc-per-node",
-        str(options.trainer_ranks),
-        "--max-restarts",
-        "0",
-    )
+    argv: tuple[str, ...]
+    argv = (_program("torchrun"), "--nnodes", "1", "--nproc-per-node", str(options.trainer_ranks))
+    argv += ("--max-restarts", "0")
     argv += ("--master-addr", LOOPBACK, "--master-port", str(port + 1), "-m", "rl360.training.service", *_http(port))
     return Spec(
         name="trainer",

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from infra.local import proc
 from infra.local.plan import Spec
 from rl360.config.services import Services
 
@@ -43,8 +44,7 @@ class Prober:
         body = _json(reply)
         if kind == "worker":
             return body.get("status") == "READY"
-        # a service that names its incarnation must name ours: something else may answer on the port
-        return "incarnation" not in body or body["incarnation"] == incarnation
+        return _is_ours(body, incarnation)
 
     async def _get(self, url: str) -> httpx.Response | None:
         try:
@@ -99,6 +99,14 @@ class Prober:
                 except httpx.HTTPError:
                     return
             await asyncio.sleep(0.25)
+
+
+def _is_ours(body: dict[str, Any], incarnation: str) -> bool:
+    """Whether the answer comes from the process we started: something else may hold the port. Services without an
+    identity (engines, gateway, Prefect) are taken at their word, their ports were free before they started."""
+    if body.get("incarnation") == incarnation or not isinstance(body.get("pid"), int):
+        return True
+    return f"RL360_INCARNATION={incarnation}" in proc.environ(body["pid"])
 
 
 def _json(reply: httpx.Response) -> dict[str, Any]:

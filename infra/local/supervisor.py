@@ -30,10 +30,11 @@ OPTIONS_FILE = "up.json"
 LOCK_FILE = "supervisor.lock"
 MAX_FAST_DEATHS = 5
 FAST_DEATH_S = 20.0
+REFUSED_EXIT = 2  # bad usage: starting again cannot help
 BACKOFF_MAX_S = 15.0
 PROBE_EVERY_S = 5.0
 UNRESPONSIVE_AFTER = 4
-RSS_EVERY_S = 15.0
+RSS_EVERY_S = 30.0
 FENCE_DEADLINE_S = 5.0
 
 
@@ -109,7 +110,7 @@ class Supervisor:
                 started_s = time.monotonic()
                 process = self.start(spec)
                 problem = await self.until_ready(spec, process, started_s)
-            ready_s = time.monotonic()
+            ready_s, was_ready = time.monotonic(), problem is None
             if problem is None and spec.one_shot:
                 self.note(spec.name, status=Status.DONE, pid=None)
                 self.ready[spec.name].set()
@@ -121,8 +122,9 @@ class Supervisor:
             await self.bury(spec, process)
             fast_deaths = fast_deaths + 1 if time.monotonic() - ready_s < FAST_DEATH_S else 0
             restarts = self.state.services[spec.name].restarts
-            if fast_deaths >= MAX_FAST_DEATHS:
-                detail = f"{problem}; {fast_deaths} deaths in a row, given up: see {self.log_path(spec.name)}"
+            if fast_deaths >= MAX_FAST_DEATHS or (process.returncode == REFUSED_EXIT and not was_ready):
+                times = f"{fast_deaths} deaths in a row" if fast_deaths > 1 else "it refuses its options"
+                detail = f"{problem} ({times}, given up): {last_line(self.log_path(spec.name))}"
                 self.note(spec.name, status=Status.FAILED, detail=detail, pid=None)
                 return
             self.note(spec.name, status=Status.BACKOFF, detail=problem, restarts=restarts + 1, pid=None)
@@ -222,6 +224,15 @@ class Supervisor:
                 _terminate(process, spec.stop_grace_s)
                 cleanup.end_incarnation(row, whole=True)
             self.note(spec.name, status=Status.STOPPED, pid=None, detail="")
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that is not empty and not our own mark."""
+    with path.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - 4096))
+        lines = [line.strip() for line in stream.read().decode(errors="replace").splitlines()]
+    said = [line for line in lines if line and not line.startswith("--- ")]
+    return said[-1] if said else "its log is empty"
 
 
 def _exit(code: int) -> str:

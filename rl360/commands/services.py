@@ -149,7 +149,10 @@ def status(
     for name, row in state.services.items():
         alive = row.pid is not None and proc.is_alive(row.pid, row.start_ticks or 0)
         fresh = row.model_copy(update={"rss_bytes": proc.rss_bytes(row.pid) if alive and row.pid else 0})
-        rows[name] = fresh.model_dump(mode="json", exclude={"start_ticks"}) | {"alive": alive}
+        shown = fresh.model_dump(mode="json", exclude={"start_ticks"}) | {"alive": alive}
+        if not state.alive:  # what the file says is history
+            shown["status"] = "unwatched" if alive else "gone"
+        rows[name] = shown
     supervisor = "alive" if state.alive else "dead"
     if as_json:
         head = {"up": state.good, "supervisor": supervisor, "supervisor_pid": state.pid, "home": str(folder)}
