@@ -37,7 +37,7 @@ class _IdleStream:
 
 
 class _CpuCuda(types.ModuleType):
-    """What a megatron module sees as `torch.cuda`: names that touch a device answer for the CPU, the rest pass through."""
+    """What a megatron module sees as `torch.cuda`: the CPU where a device is meant, the real thing otherwise."""
 
     def __init__(self) -> None:
         super().__init__(_NAMESPACE)

@@ -132,7 +132,7 @@ def load_hf(
     layout: Layout,
     value_of: Value = lambda param: param,
 ) -> None:
-    """Copy this rank's parts of `tensors` into `value_of(param)`. A missing, left-over or misshapen tensor is refused."""
+    """Copy this rank's parts of `tensors` into `value_of(param)`; refuse a missing, left-over or misshapen tensor."""
     used: set[str] = set()
     for entry in entries(model, shape, layout):
         missing = [n for n in entry.names if n not in tensors]

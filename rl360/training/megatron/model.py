@@ -91,7 +91,13 @@ def read_shape(hf_dir: Path) -> ModelShape:
     moe = kind == "qwen3_moe"
     if moe:
         raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts"))  # the name differs between writers
-    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    needed: tuple[str, ...] = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
     needed += ("vocab_size", "max_position_embeddings", "rms_norm_eps")
     needed += ("num_experts", "num_experts_per_tok", "moe_intermediate_size") if moe else ()
     missing = [name for name in needed if raw.get(name) is None]
@@ -150,17 +156,17 @@ def transformer_config(shape: ModelShape, layout: Layout) -> TransformerConfig:
     check_layout(shape, layout)
     moe: dict[str, Any] = {}
     if shape.experts:
-        moe = dict(
-            num_moe_experts=shape.experts,
-            moe_router_topk=shape.experts_per_token,
-            moe_ffn_hidden_size=shape.expert_ffn,
-            moe_grouped_gemm=False,
-            moe_router_load_balancing_type="none",
-            moe_router_pre_softmax=False,
-            moe_router_dtype="fp32",
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-        )
+        moe = {
+            "num_moe_experts": shape.experts,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_ffn_hidden_size": shape.expert_ffn,
+            "moe_grouped_gemm": False,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_pre_softmax": False,
+            "moe_router_dtype": "fp32",
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.etp,
+        }
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -188,7 +194,7 @@ def transformer_config(shape: ModelShape, layout: Layout) -> TransformerConfig:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        calculate_per_token_loss=True,  # gradients are summed over ranks: the loss is already divided by the batch's tokens
+        calculate_per_token_loss=True,  # gradients are summed: the loss is already divided by the batch's tokens
         finalize_model_grads_func=finalize_model_grads,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,

@@ -1,9 +1,9 @@
-"""The two layer modules that stock megatron lacks without TransformerEngine, and token log-probs over a split vocabulary.
+"""The layer modules that megatron lacks without TransformerEngine, and token log-probs over a split vocabulary.
 
 `CausalAttention` is the core attention by `scaled_dot_product_attention`; `RmsNorm` carries the sequence-parallel mark
 (the stock wrapper refuses it). Batches are rectangles `[batch, sequence]` padded on the right: under a causal mask no
-real token ever sees the padding, so a row equals the same sequence alone. docs/training.md has the measurement that chose
-rectangles of similar lengths over one packed row with per-sequence segments.
+real token ever sees the padding, so a row equals the same sequence alone. docs/training.md has the measurement that
+chose rectangles of similar lengths over one packed row with per-sequence segments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RmsNorm(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Grouped-query causal attention: q [seq, batch, heads, dim], k/v [seq, batch, groups, dim] -> [seq, batch, heads*dim]."""
+    """Grouped-query causal attention: [seq, batch, heads or groups, dim] -> [seq, batch, heads * dim]."""
 
     def __init__(self, config: TransformerConfig, **_unused: Any) -> None:
         super().__init__(config=config)

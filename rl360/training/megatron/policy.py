@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 METRICS = ("loss", "weight", "clipped", "tis", "abs_dlogp", "entropy")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# loss of one micro-batch: (log-probs, entropy, micro-batch on the device) -> sums in the order of METRICS, [0] with gradient
+# (log-probs, entropy, micro-batch on the device) -> sums in the order of METRICS, the first with gradient
 LossSums = Callable[[torch.Tensor, torch.Tensor, "DeviceBatch"], list[torch.Tensor]]
 
 
@@ -57,7 +57,7 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over the whole batch. `applied` False: nothing was changed, because the loss or the gradient is not finite."""
+    """Sums over the whole batch. `applied` False: loss or gradient is not finite, and nothing was changed."""
 
     applied: bool
     grad_norm: float

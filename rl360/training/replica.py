@@ -1,0 +1,255 @@
+"""What every rank of the trainer does: open a run, train a step, hand out weights. Rank 0's director decides when.
+
+All ranks execute the same command in the same order. Reading and checking comes first and is agreed on (`together`), so
+that a rank which cannot read an object makes all of them refuse, before any of them changed anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from rl360.config.run import RunConfig
+from rl360.errors import BadInput, Rl360Error
+from rl360.store.object_store import ObjectStore
+from rl360.training import checkpoints
+from rl360.training.megatron.hf_dir import write_dir
+from rl360.training.megatron.hf_map import digest_of
+from rl360.training.megatron.model import Layout, parallel_state
+from rl360.training.megatron.policy import Optim, Policy, StepSums
+from rl360.training.objective import policy_sums
+from rl360.training.results import Batch, StepStatus, TrainResult, parse_batch
+
+T = TypeVar("T")
+
+
+class ReplayMismatch(Rl360Error):
+    """Replaying a committed step gave other weights than were recorded. Nothing may go on from here."""
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """Restore `checkpoint` (None: the starting policy), then replay `committed`, which follow it without a gap."""
+
+    run: str
+    config_json: bytes
+    model_dir: str
+    checkpoint: checkpoints.CheckpointManifest | None
+    committed: tuple[TrainResult, ...]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    step: int
+    batch_key: str
+    batch_digest: str
+
+
+@dataclass(frozen=True)
+class SaveCheckpoint:
+    step: int
+
+
+@dataclass(frozen=True)
+class GatherWeights:
+    pass
+
+
+Command = OpenRun | TrainStep | SaveCheckpoint | GatherWeights
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the weights in memory stand. `digest` is known on rank 0."""
+
+    run: str
+    config: RunConfig
+    model_dir: str
+    next_step: int
+    version: int
+    digest: str
+
+
+def together(work: Callable[[], T]) -> T:
+    """Do local work on every rank; when it fails on one, all raise that rank's error."""
+    value: T | None = None
+    error: Rl360Error | None = None
+    try:
+        value = work()
+    except Rl360Error as caught:
+        error = caught
+    world = torch.distributed.get_world_size()
+    errors: list[Rl360Error | None] = [error] * world
+    if world > 1:
+        torch.distributed.all_gather_object(errors, error)
+    for found in errors:
+        if found is not None:
+            raise found
+    assert value is not None
+    return value
+
+
+class Replica:
+    """One rank's part of the trainer."""
+
+    def __init__(self, store: ObjectStore, layout: Layout, incarnation: str) -> None:
+        self.store, self.layout, self.incarnation = store, layout, incarnation
+        self.policy: Policy | None = None
+        self.at: Position | None = None
+
+    @property
+    def leads(self) -> bool:
+        return torch.distributed.get_rank() == 0
+
+    def layout_name(self) -> str:
+        dp, split = parallel_state.get_data_parallel_world_size(), self.layout
+        return f"dp{dp}-tp{split.tp}-pp{split.pp}-ep{split.ep}-threads{torch.get_num_threads()}"
+
+    def execute(self, command: Command) -> object:
+        """Run a command; collective."""
+        if isinstance(command, OpenRun):
+            return self._open(command)
+        if isinstance(command, TrainStep):
+            return self._train(command)
+        if isinstance(command, SaveCheckpoint):
+            return self._save(command)
+        return self._held()[0].weights()
+
+    def _held(self) -> tuple[Policy, Position]:
+        if self.policy is None or self.at is None:
+            raise BadInput("no run is open in the trainer")
+        return self.policy, self.at
+
+    # -- open ---------------------------------------------------------------------------------------------------
+
+    def _open(self, command: OpenRun) -> Position:
+        self.policy = self.at = None  # a failed open leaves nothing half restored
+        config = RunConfig.parse(command.config_json, f"config of run {command.run}")
+        if config.model.dtype != "float32":
+            raise BadInput(f"model.dtype {config.model.dtype} is not supported by the trainer; use float32")
+        trainer = config.trainer
+        optim = Optim(trainer.lr, trainer.beta1, trainer.beta2, trainer.eps, trainer.weight_decay, trainer.grad_clip)
+        policy = together(lambda: Policy(Path(command.model_dir), self.layout, optim))
+        at = Position(command.run, config, command.model_dir, 0, 0, digest_of(policy.weights()))
+        saved = command.checkpoint
+        if saved is not None:
+            sets = together(lambda: checkpoints.read_tensors(self.store, saved))
+            moments = {name: sets[name] for name in ("exp_avg", "exp_avg_sq")}
+            policy.load(sets["weights"], moments, saved.version)
+            torch.set_rng_state(sets["rng"]["torch"])
+            at = replace(at, next_step=saved.next_step, version=saved.version, digest=digest_of(policy.weights()))
+            self._must_equal(at.digest, saved.weights_digest, f"checkpoint {saved.step} of {command.run}", saved.layout)
+        self.policy, self.at = policy, at
+        try:
+            for recorded in command.committed:
+                self._replay(recorded)
+        except Rl360Error:
+            self.policy = self.at = None
+            raise
+        return self.at
+
+    def _replay(self, recorded: TrainResult) -> None:
+        """Take a committed step again; it must end in the weights that were recorded."""
+        what = f"step {recorded.step} of {recorded.run}"
+        result = self._train(TrainStep(recorded.step, recorded.batch_key, recorded.batch_digest))
+        self._must_equal(result.weights_digest, recorded.weights_digest, f"replay of {what}", recorded.layout)
+        if (result.status, result.version_after) != (recorded.status, recorded.version_after):
+            raise ReplayMismatch(f"replay of {what} ended {result.status}, recorded {recorded.status}")
+
+    def _must_equal(self, found: str, expected: str, what: str, layout: str) -> None:
+        def check() -> bool:
+            if self.leads and found != expected:
+                raise ReplayMismatch(
+                    f"{what}: weights {found[:16]} differ from the recorded {expected[:16]} (recorded on {layout}, "
+                    f"now {self.layout_name()}; another layout or machine rounds differently: restart as recorded)"
+                )
+            return True
+
+        together(check)
+
+    # -- train --------------------------------------------------------------------------------------------------
+
+    def _train(self, command: TrainStep) -> TrainResult:
+        """The step's result; the position moves on. Nothing is recorded here."""
+        policy, at = self._held()
+        started = time.monotonic()
+
+        def read() -> Batch:
+            data = self.store.get_required(command.batch_key)
+            return parse_batch(data, command.batch_key, command.batch_digest, at.run, command.step, policy.shape.vocab)
+
+        batch = together(read)
+        tokens = batch.trained_tokens
+        result = TrainResult(
+            run=at.run,
+            step=command.step,
+            status=StepStatus.EMPTY,
+            version_after=at.version,
+            weights_digest=at.digest,
+            seconds=0.0,
+            batch_key=command.batch_key,
+            batch_digest=command.batch_digest,
+            layout=self.layout_name(),
+            incarnation=self.incarnation,
+        )
+        if tokens:
+            limit = at.config.trainer.max_tokens_per_micro_batch
+            micro = together(lambda: policy.micro_batches(batch.samples, limit))
+            sums = policy.step(micro, policy_sums(at.config.objective), tokens)
+            result = result.model_copy(update=_outcome(sums, tokens, batch.trained_samples, at.version))
+            result = result.model_copy(update={"weights_digest": digest_of(policy.weights())})
+        result = result.model_copy(update={"seconds": round(time.monotonic() - started, 4)})
+        self.at = replace(at, next_step=command.step + 1, version=result.version_after, digest=result.weights_digest)
+        return result
+
+    # -- save ---------------------------------------------------------------------------------------------------
+
+    def _save(self, command: SaveCheckpoint) -> checkpoints.CheckpointManifest | None:
+        policy, at = self._held()
+        sets = checkpoints.tensor_sets(policy.weights(), policy.moments())
+        if not self.leads:
+            return None
+        manifest = checkpoints.CheckpointManifest(
+            run=at.run,
+            step=command.step,
+            next_step=at.next_step,
+            version=at.version,
+            weights_digest=at.digest,
+            layout=self.layout_name(),
+            objects={},
+        )
+        return checkpoints.write(self.store, manifest, sets)
+
+
+def _outcome(sums: StepSums, tokens: int, samples: int, version: int) -> dict[str, object]:
+    """The fields of the result that say what the optimizer did."""
+    if not sums.applied:
+        return {"status": StepStatus.NONFINITE}
+    total = sums.sums
+    return {
+        "status": StepStatus.TRAINED,
+        "version_after": version + 1,
+        "loss": total["loss"] / tokens,
+        "grad_norm": sums.grad_norm,
+        "trained_samples": samples,
+        "trained_tokens": tokens,
+        "loss_weight_sum": total["weight"] / tokens,
+        "clip_fraction": total["clipped"] / tokens,
+        "tis_mean": total["tis"] / tokens,
+        "mean_abs_dlogp": total["abs_dlogp"] / tokens,
+        "entropy": total["entropy"] / tokens,
+    }
+
+
+def export_dir(weights: dict[str, torch.Tensor], like: str, out_dir: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face directory that did not exist before, whole or not at all."""
+    if out_dir.exists():
+        raise BadInput(f"{out_dir} exists already; export to a new directory")
+    part = out_dir.with_name(out_dir.name + ".part")
+    write_dir(weights, Path(like), part, dtype)
+    part.rename(out_dir)
