@@ -13,13 +13,14 @@ from prefect.artifacts import create_markdown_artifact
 
 from rl360.config.run import RunConfig
 from rl360.ledger.metrics import step_json
-from rl360.ledger.read import read_run, write_ledger
-from rl360.ledger.step import StepLedger, build_step_ledger
+from rl360.ledger.read import trained_before, write_ledger
+from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import Decision
 from rl360.report.figures import run_figures
 from rl360.report.markdown import ARTIFACT_DPI, step_markdown
 from rl360.store.codec import unpack
-from rl360.store.manifest import Manifest, get_object
+from rl360.store.manifest import Manifest, get_object, read_manifest
+from rl360.store.progress import finished_steps
 from tasks.collect import read_records
 from tasks.durable import RULES, Job, Produced, once
 from tasks.roll_out import load_plan, wave_task
@@ -38,7 +39,6 @@ def _report(job: Job) -> Produced:
     batch = unpack(get_object(job.store, filtered), filtered.key)
     trained = job.manifest("train").objects[0]
     pushed = job.manifest("push_weights")
-    earlier = [ledger for ledger in read_run(job.store, job.run) if ledger.step < job.step]
     ledger = build_step_ledger(
         run=job.run,
         step=job.step,
@@ -47,20 +47,23 @@ def _report(job: Job) -> Produced:
         train=orjson.loads(get_object(job.store, trained)),
         push={**pushed.info, "engines": pushed.counts["engines"]},
         phases_s=_phases(job),
-        trained_before=frozenset(attempt_id for closed in earlier for attempt_id in closed.trained_ids),
+        trained_before=trained_before(job.store, job.run, job.step),
     )
     ref = write_ledger(job.store, ledger)
+    summary = step_json(ledger)
     create_markdown_artifact(
         key=f"{job.run}-step-{job.step:06}",
-        markdown=_markdown([*earlier, ledger]),
+        markdown=step_markdown(ledger, run_figures([*_earlier(job), summary], dpi=ARTIFACT_DPI)),
         description=f"Step {job.step} of {job.run}: where every attempt and token went",
     )
-    summary = step_json(ledger)
-    return Produced(objects=[ref], info={"reward": summary["reward"], "loss": summary["loss"]})
+    return Produced(objects=[ref], info=summary)
 
 
-def _markdown(ledgers: list[StepLedger]) -> str:
-    return step_markdown(ledgers[-1], run_figures(ledgers, dpi=ARTIFACT_DPI))
+def _earlier(job: Job) -> list[dict[str, Any]]:
+    """The summaries of the run's earlier steps, from the manifests of this task: small, however large the steps."""
+    steps = [step for step in finished_steps(job.store, job.run) if step < job.step]
+    manifests = [read_manifest(job.store, job.run, step, "report") for step in steps]
+    return [manifest.info for manifest in manifests if manifest is not None]
 
 
 def _phases(job: Job) -> dict[str, float]:

@@ -41,9 +41,9 @@ def report(
 
 def write_report(services: Services, run: str, out: Path | None = None) -> ReportPaths:
     """Read the run's ledgers and write its report to `out`, or to `reports/RUN` under the state folder."""
-    from rl360.ledger.read import read_run
+    from rl360.ledger.read import iter_run
     from rl360.report.page import render_run
     from rl360.store.object_store import ObjectStore
 
-    ledgers = read_run(ObjectStore.from_services(services), run)
+    ledgers = iter_run(ObjectStore.from_services(services), run)
     return render_run(ledgers, out or Path(services.home) / "reports" / run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,14 +48,15 @@ def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset
     return list(_checks(ledger, trained_before))
 
 
-def check_run(ledgers: Sequence[StepLedger]) -> dict[int, list[Check]]:
-    """All checks of every step in step order, the one across steps (trained once) included."""
+def audit_run(ledgers: Iterable[StepLedger]) -> Iterator[tuple[StepLedger, list[Check]]]:
+    """Each ledger of a run, in step order, with all its checks, the one across steps (trained once) included.
+
+    Lazy: a long run's ledgers are gigabytes, so callers keep what they need of one before they take the next.
+    """
     trained: set[str] = set()
-    checked = {}
     for ledger in ledgers:
-        checked[ledger.step] = check_ledger(ledger, trained)
+        yield ledger, check_ledger(ledger, trained)
         trained.update(ledger.trained_ids)
-    return checked
 
 
 def refuse_broken(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> None:

@@ -6,7 +6,7 @@ All functions are pure. A mean over nothing is None, never 0: a step without a v
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA, SAMPLED, Bucket, Outcome
@@ -96,17 +96,14 @@ def losses_by_cause(ledger: StepLedger) -> list[dict[str, Any]]:
     return sorted(causes, key=lambda cause: (-cause["attempts"], cause["cause"]))
 
 
-def run_losses(ledgers: Sequence[StepLedger]) -> list[dict[str, Any]]:
-    """What infrastructure cost over the whole run, by cause, most attempts first."""
+def run_losses(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`losses_by_cause` over the `step_json` of many steps, most attempts first."""
     total: dict[str, dict[str, Any]] = {}
-    for ledger in ledgers:
-        for cause in losses_by_cause(ledger):
-            entry = total.setdefault(
-                cause["cause"], {"cause": cause["cause"], "attempts": 0, "seconds": 0.0, "tokens": 0}
-            )
-            entry["attempts"] += cause["attempts"]
-            entry["seconds"] += cause["seconds"]
-            entry["tokens"] += cause["sampled_tokens"]
+    for step in steps:
+        for cause in step["losses_by_cause"]:
+            entry = total.setdefault(cause["cause"], {**cause, "attempts": 0, "seconds": 0.0, "sampled_tokens": 0})
+            for name in ("attempts", "seconds", "sampled_tokens"):
+                entry[name] += cause[name]
     return sorted(total.values(), key=lambda entry: (-entry["attempts"], entry["cause"]))
 
 
@@ -131,15 +128,17 @@ def attempt_phases(ledger: StepLedger) -> dict[str, float]:
 
 
 def step_json(ledger: StepLedger) -> dict[str, Any]:
-    """One entry of `rl360 ledger RUN --json`."""
+    """One entry of `rl360 ledger RUN --json`: all that tables, pictures and pages need, in a few KB."""
     return {
         "step": ledger.step,
         "attempts": len(ledger.attempts),
         "outcomes": outcome_counts(ledger),
+        "attempt_bars": attempt_bars(ledger),
         "groups": group_counts(ledger),
         "sampled_tokens": sampled_tokens(ledger),
         "tokens": token_counts(ledger),
         "context_tokens": context_counts(ledger),
+        "status": ledger.train.status,
         "trained_samples": ledger.train.trained_samples,
         "loss_weight_sum": ledger.train.loss_weight_sum,
         "loss": ledger.train.loss,
@@ -161,11 +160,6 @@ def step_json(ledger: StepLedger) -> dict[str, Any]:
         },
         "phases_s": dict(ledger.phases_s),
     }
-
-
-def run_json(run: str, ledgers: Sequence[StepLedger]) -> dict[str, Any]:
-    """What `rl360 ledger RUN --json` prints."""
-    return {"run": run, "steps": [step_json(ledger) for ledger in ledgers]}
 
 
 def rolling_mean(values: Sequence[float | None], window: int) -> list[float | None]:

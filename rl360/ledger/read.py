@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject
-from rl360.ledger.step import StepLedger
+from rl360.ledger.step import StepLedger, trained_ids_of
 from rl360.store.codec import pack, unpack
 from rl360.store.layout import RUN_PATTERN, check_run, run_config_key, step_key
 from rl360.store.manifest import ObjectRef, put_object, read_manifest
@@ -37,11 +38,15 @@ def read_step(store: ObjectStore, run: str, step: int) -> StepLedger:
     return _decode(data, key, run, step)
 
 
+def iter_run(store: ObjectStore, run: str) -> Iterator[StepLedger]:
+    """The ledgers of a run in step order, one in memory at a time; `BadInput` when there is no such run."""
+    for step in ledger_steps(store, run):
+        yield read_step(store, run, step)
+
+
 def read_run(store: ObjectStore, run: str) -> list[StepLedger]:
-    """The ledgers of a run in step order; `BadInput` naming the known runs when there is no such run."""
-    steps = ledger_steps(store, run)
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ledgers") as readers:
-        return list(readers.map(lambda step: read_step(store, run, step), steps))
+    """All of `iter_run`, for runs that fit in memory."""
+    return list(iter_run(store, run))
 
 
 def ledger_steps(store: ObjectStore, run: str) -> list[int]:
@@ -56,11 +61,13 @@ def ledger_steps(store: ObjectStore, run: str) -> list[int]:
 
 
 def trained_before(store: ObjectStore, run: str, step: int) -> frozenset[str]:
-    """The attempt ids that the steps of the run before `step` trained."""
-    steps = [earlier for earlier in ledger_steps(store, run) if earlier < step]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ledgers") as readers:
-        ledgers = list(readers.map(lambda earlier: read_step(store, run, earlier), steps))
-    return frozenset(attempt_id for ledger in ledgers for attempt_id in ledger.trained_ids)
+    """The attempt ids that the steps of the run before `step` trained. Reads one ledger at a time, ids only."""
+    ids: set[str] = set()
+    for earlier in ledger_steps(store, run):
+        if earlier < step:
+            key = step_key(run, earlier, LEDGER_NAME)
+            ids.update(trained_ids_of(unpack(store.get_required(key), key), key))
+    return frozenset(ids)
 
 
 def run_names(store: ObjectStore) -> list[str]:

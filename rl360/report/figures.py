@@ -1,4 +1,4 @@
-"""The pictures of a run, as PNG bytes, drawn from its ledgers alone.
+"""The pictures of a run, as PNG bytes, drawn from the `step_json` of its ledgers alone.
 
 Drawn with matplotlib's object interface on the Agg canvas: no display, no global state, safe in a worker thread.
 """
@@ -6,7 +6,7 @@ Drawn with matplotlib's object interface on the Agg canvas: no display, no globa
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from rl360.ledger.outcomes import SAMPLED
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from rl360.ledger.step import StepLedger
+Step = Mapping[str, Any]
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 PASS, PASS_PALE, FAIL, FAIL_PALE = "#1b7f6b", "#a8d5cb", "#d9822b", "#f3d3ae"
@@ -60,18 +60,18 @@ ROLLING_STEPS = 5
 AXES_BOX = (0.055, 0.14, 0.70, 0.73)
 
 
-def run_figures(ledgers: Sequence[StepLedger], dpi: int = 144) -> dict[str, bytes]:
-    """PNG bytes by name: reward, attempts, anatomy, tokens. Needs at least one ledger."""
+def run_figures(steps: Sequence[Step], dpi: int = 144) -> dict[str, bytes]:
+    """PNG bytes by name: reward, attempts, anatomy, tokens. `steps`: `metrics.step_json` of at least one ledger."""
     drawings = {"reward": _reward, "attempts": _attempts, "anatomy": _anatomy, "tokens": _tokens}
-    return {name: _png(draw, ledgers, dpi) for name, draw in drawings.items()}
+    return {name: _png(draw, steps, dpi) for name, draw in drawings.items()}
 
 
-def _png(draw: Any, ledgers: Sequence[StepLedger], dpi: int) -> bytes:
+def _png(draw: Any, steps: Sequence[Step], dpi: int) -> bytes:
     figure = Figure(figsize=(9.6, 3.4), dpi=dpi)
     FigureCanvasAgg(figure)
     axes = figure.add_axes(AXES_BOX)
     _style(axes)
-    draw(axes, ledgers)
+    draw(axes, steps)
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
     return out.getvalue()
@@ -99,38 +99,38 @@ def _legend(axes: Axes, *, reverse: bool = False) -> None:
     )
 
 
-def _steps(ledgers: Sequence[StepLedger]) -> np.ndarray:
-    return np.array([ledger.step for ledger in ledgers], dtype=np.float64)
+def _numbers(steps: Sequence[Step]) -> np.ndarray:
+    return np.array([step["step"] for step in steps], dtype=np.float64)
 
 
-def _stack(axes: Axes, steps: np.ndarray, layers: Sequence[tuple[str, str, np.ndarray]]) -> None:
+def _stack(axes: Axes, at: np.ndarray, layers: Sequence[tuple[str, str, np.ndarray]]) -> None:
     """Stacked bars, one layer a (label, colour, values `[steps]`); layers that are zero everywhere are left out."""
-    base = np.zeros(len(steps))
-    width = 0.82 if len(steps) <= 60 else 1.0
+    base = np.zeros(len(at))
+    width = 0.82 if len(at) <= 60 else 1.0
     for label, colour, values in layers:
         if values.any():
-            axes.bar(steps, values, width, bottom=base, color=colour, label=label, linewidth=0)
+            axes.bar(at, values, width, bottom=base, color=colour, label=label, linewidth=0)
             base = base + values
-    axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
+    axes.set_xlim(at[0] - 0.6, at[-1] + 0.6)
     axes.set_ylim(0, float(base.max()) * 1.02 or 1.0)
     _legend(axes, reverse=True)
 
 
-def _attempts(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
-    bars = [metrics.attempt_bars(ledger) for ledger in ledgers]
+def _attempts(axes: Axes, steps: Sequence[Step]) -> None:
+    bars = [step["attempt_bars"] for step in steps]
     layers = [(label, colour, np.array([bar[name] for bar in bars], float)) for name, (label, colour) in BARS.items()]
-    _stack(axes, _steps(ledgers), layers)
+    _stack(axes, _numbers(steps), layers)
     _title(axes, "Attempts per step, by what became of them")
 
 
-def _reward(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
-    steps = _steps(ledgers)
-    rewards = [metrics.reward_metrics(ledger) for ledger in ledgers]
+def _reward(axes: Axes, steps: Sequence[Step]) -> None:
+    at = _numbers(steps)
+    rewards = [step["reward"] for step in steps]
     unfiltered = [reward["unfiltered_mean_valid"] for reward in rewards]
     kept = [reward["kept_mean"] for reward in rewards]
     rolling = metrics.rolling_mean(unfiltered, ROLLING_STEPS)
     axes.plot(
-        steps,
+        at,
         _floats(kept),
         color=FAIL,
         linewidth=1.2,
@@ -140,7 +140,7 @@ def _reward(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
         label="kept (trained) attempts",
     )
     axes.plot(
-        steps,
+        at,
         _floats(unfiltered),
         color=PASS,
         linewidth=0,
@@ -149,33 +149,33 @@ def _reward(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
         alpha=0.55,
         label="all verified attempts",
     )
-    axes.plot(steps, _floats(rolling), color=PASS, linewidth=2.4, label=f"all verified, {ROLLING_STEPS}-step mean")
+    axes.plot(at, _floats(rolling), color=PASS, linewidth=2.4, label=f"all verified, {ROLLING_STEPS}-step mean")
     infra = np.array([reward["infra_rate"] or 0.0 for reward in rewards])
-    axes.bar(steps, infra, 0.82, color=INFRA, alpha=0.75, linewidth=0, label="infra rate (not a reward)")
-    axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
+    axes.bar(at, infra, 0.82, color=INFRA, alpha=0.75, linewidth=0, label="infra rate (not a reward)")
+    axes.set_xlim(at[0] - 0.6, at[-1] + 0.6)
     values = [value for value in unfiltered + kept if value is not None]
     axes.set_ylim(min([0.0, *values]), max([1.0, *values]))
     _title(axes, "Reward before and after the filter")
     _legend(axes)
 
 
-def _anatomy(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
-    names = list(dict.fromkeys(name for ledger in ledgers for name in ledger.phases_s))
+def _anatomy(axes: Axes, steps: Sequence[Step]) -> None:
+    names = list(dict.fromkeys(name for step in steps for name in step["phases_s"]))
     layers = [
         (
             name.replace("_", " "),
             PHASE_COLOURS[i % len(PHASE_COLOURS)],
-            np.array([ledger.phases_s.get(name, 0.0) for ledger in ledgers]),
+            np.array([step["phases_s"].get(name, 0.0) for step in steps]),
         )
         for i, name in enumerate(names)
     ]
-    _stack(axes, _steps(ledgers), layers)
+    _stack(axes, _numbers(steps), layers)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
     _title(axes, "Anatomy of a step: wall seconds per phase")
 
 
-def _tokens(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
-    counts = [metrics.token_counts(ledger) for ledger in ledgers]
+def _tokens(axes: Axes, steps: Sequence[Step]) -> None:
+    counts = [step["tokens"] for step in steps]
     layers = [
         (
             bucket.value.replace("_", " "),
@@ -184,7 +184,7 @@ def _tokens(axes: Axes, ledgers: Sequence[StepLedger]) -> None:
         )
         for bucket in SAMPLED
     ]
-    _stack(axes, _steps(ledgers), layers)
+    _stack(axes, _numbers(steps), layers)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _thousands(value)))
     _title(axes, "Where every sampled token went")
 

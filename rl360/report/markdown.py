@@ -18,7 +18,7 @@ ARTIFACT_DPI = 80
 
 
 def step_markdown(ledger: StepLedger, figures: Mapping[str, bytes]) -> str:
-    """Markdown of one step. `figures`: PNG bytes by name (`run_figures(ledgers, dpi=ARTIFACT_DPI)`).
+    """Markdown of one step. `figures`: PNG bytes by name (`run_figures(steps, dpi=ARTIFACT_DPI)`).
 
     Pictures are inlined as base64 in the order given while they fit into 300 KB together; one that does not is named.
     """

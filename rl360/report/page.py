@@ -7,7 +7,7 @@ escaped by the template, so a task or run name cannot inject anything.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,12 +17,13 @@ import jinja2
 
 from rl360.errors import BadInput
 from rl360.ledger import metrics
-from rl360.ledger.checks import check_run
+from rl360.ledger.checks import Check, audit_run
 from rl360.report.figures import ROLLING_STEPS, run_figures
 
 if TYPE_CHECKING:
     from rl360.ledger.step import StepLedger
 
+Step = Mapping[str, Any]
 DASH = "–"
 CAPTIONS = {
     "reward": "Green counts every attempt a verifier judged; orange only those that trained, which is not the pass "
@@ -42,25 +43,37 @@ class ReportPaths:
     pngs: dict[str, Path]
 
 
-def render_run(ledgers: Sequence[StepLedger], out_dir: Path) -> ReportPaths:
-    """Write `report.html` and the PNGs of a run into `out_dir` (made when missing), replacing an earlier report."""
-    if not ledgers:
+def render_run(ledgers: Iterable[StepLedger], out_dir: Path) -> ReportPaths:
+    """Write `report.html` and the PNGs of a run into `out_dir` (made when missing), replacing an earlier report.
+
+    Takes the ledgers one at a time, in step order.
+    """
+    run = ""
+    steps: list[Step] = []
+    checked: list[tuple[int, Check]] = []
+    for ledger, checks in audit_run(ledgers):
+        run = ledger.run
+        steps.append(metrics.step_json(ledger))
+        checked.extend((ledger.step, check) for check in checks)
+    if not steps:
         raise BadInput("no step has a ledger yet: there is nothing to report; wait for the first step to finish")
+    figures = run_figures(steps)
+    pngs = {name: out_dir / f"{name}.png" for name in figures}
+    html = out_dir / "report.html"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        figures = run_figures(ledgers)
-        pngs = {name: out_dir / f"{name}.png" for name in figures}
         for name, data in figures.items():
             pngs[name].write_bytes(data)
-        html = out_dir / "report.html"
-        html.write_text(run_page(ledgers, figures), encoding="utf-8")
+        html.write_text(run_page(run, steps, checked, figures), encoding="utf-8")
     except OSError as error:
         raise BadInput(f"cannot write the report to {out_dir} ({error.strerror}); give another --out") from None
     return ReportPaths(html=html, pngs=pngs)
 
 
-def run_page(ledgers: Sequence[StepLedger], figures: dict[str, bytes]) -> str:
-    """The HTML of the report."""
+def run_page(
+    run: str, steps: Sequence[Step], checked: Sequence[tuple[int, Check]], figures: Mapping[str, bytes]
+) -> str:
+    """The HTML of the report. `steps`: the run's `step_json`; `checked`: (step, check) of all its ledgers."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -69,22 +82,21 @@ def run_page(ledgers: Sequence[StepLedger], figures: dict[str, bytes]) -> str:
         (name, CAPTIONS[name], base64.b64encode(figures[name]).decode()) for name in CAPTIONS if name in figures
     ]
     return template.render(
-        run=ledgers[0].run,
-        first=ledgers[0].step,
-        last=ledgers[-1].step,
-        figures=key_figures(ledgers),
-        rows=[step_row(ledger) for ledger in ledgers],
-        losses=metrics.run_losses(ledgers),
-        tokens=run_tokens(ledgers),
-        domains=run_domains(ledgers),
-        checks=check_summary(ledgers),
+        run=run,
+        first=steps[0]["step"],
+        last=steps[-1]["step"],
+        figures=key_figures(steps),
+        rows=[step_row(step) for step in steps],
+        losses=metrics.run_losses(steps),
+        tokens=run_tokens(steps),
+        domains=run_domains(steps),
+        checks=check_summary(checked),
         pictures=pictures,
     )
 
 
-def key_figures(ledgers: Sequence[StepLedger]) -> list[tuple[str, str, str]]:
+def key_figures(steps: Sequence[Step]) -> list[tuple[str, str, str]]:
     """(label, value, note) of the figures at the top of the page."""
-    steps = [metrics.step_json(ledger) for ledger in ledgers]
     rewards = [step["reward"]["unfiltered_mean_valid"] for step in steps]
     window = min(ROLLING_STEPS, len(rewards))
     first = metrics.mean([reward for reward in rewards[:window] if reward is not None])
@@ -94,7 +106,7 @@ def key_figures(ledgers: Sequence[StepLedger]) -> list[tuple[str, str, str]]:
     sampled = sum(step["sampled_tokens"] for step in steps)
     trained = sum(step["tokens"].get("trained", 0) for step in steps)
     seconds = sum(sum(step["phases_s"].values()) for step in steps)
-    empty = sum(ledger.train.status == "empty" for ledger in ledgers)
+    empty = sum(step["status"] == "empty" for step in steps)
     return [
         (
             "reward",
@@ -108,9 +120,8 @@ def key_figures(ledgers: Sequence[StepLedger]) -> list[tuple[str, str, str]]:
     ]
 
 
-def step_row(ledger: StepLedger) -> dict[str, Any]:
+def step_row(step: Step) -> dict[str, Any]:
     """One row of the step table, all cells as text but the reward, which also draws a bar."""
-    step = metrics.step_json(ledger)
     groups, reward, push = step["groups"], step["reward"], step["push"]
     trained = step["tokens"].get("trained", 0)
     return {
@@ -132,20 +143,20 @@ def step_row(ledger: StepLedger) -> dict[str, Any]:
     }
 
 
-def run_tokens(ledgers: Sequence[StepLedger]) -> list[tuple[str, int, float]]:
+def run_tokens(steps: Sequence[Step]) -> list[tuple[str, int, float]]:
     """(bucket, tokens, share of the sampled) over the whole run, most first."""
     total: dict[str, int] = {}
-    for ledger in ledgers:
-        for bucket, count in metrics.token_counts(ledger).items():
+    for step in steps:
+        for bucket, count in step["tokens"].items():
             total[bucket] = total.get(bucket, 0) + count
     sampled = sum(total.values())
     return [(bucket, count, count / sampled) for bucket, count in sorted(total.items(), key=lambda item: -item[1])]
 
 
-def run_domains(ledgers: Sequence[StepLedger]) -> list[tuple[str, str, str]]:
+def run_domains(steps: Sequence[Step]) -> list[tuple[str, str, str]]:
     """(domain, first, last): mean reward of verified attempts by domain over the first and last steps of the run."""
-    window = min(ROLLING_STEPS, len(ledgers))
-    by_step = [metrics.reward_metrics(ledger)["by_domain"] for ledger in ledgers]
+    window = min(ROLLING_STEPS, len(steps))
+    by_step = [step["reward"]["by_domain"] for step in steps]
     names = sorted({name for domains in by_step for name in domains})
 
     def over(part: list[dict[str, float]], name: str) -> str:
@@ -154,9 +165,8 @@ def run_domains(ledgers: Sequence[StepLedger]) -> list[tuple[str, str, str]]:
     return [(name, over(by_step[:window], name), over(by_step[-window:], name)) for name in names]
 
 
-def check_summary(ledgers: Sequence[StepLedger]) -> dict[str, Any]:
-    """How many of the ledger's sums hold, and the lines of those that do not."""
-    checked = [(step, check) for step, checks in check_run(ledgers).items() for check in checks]
+def check_summary(checked: Sequence[tuple[int, Check]]) -> dict[str, Any]:
+    """How many of the ledgers' sums hold, and the lines of those that do not."""
     broken = [f"step {step}: {check.name}: {check.line()}" for step, check in checked if not check.holds]
     return {"total": len(checked), "broken": broken}
 

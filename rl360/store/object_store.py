@@ -7,6 +7,7 @@ Synchronous; call it from a thread (`asyncio.to_thread`) on an event loop.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -125,17 +126,17 @@ class ObjectStore:
         with self._errors("look up", key):
             return self._s3.head_object(Bucket=self.bucket, Key=key)["LastModified"].timestamp()
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> builtins.list[str]:
         """All keys under the prefix, sorted."""
-        keys: list[str] = []
+        keys: builtins.list[str] = []
         with self._errors("list", prefix):
             for page in self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
                 keys.extend(entry["Key"] for entry in page.get("Contents", []))
         return sorted(keys)
 
-    def list_folders(self, prefix: str) -> list[str]:
+    def list_folders(self, prefix: str) -> builtins.list[str]:
         """The names directly under the prefix that have objects below them, sorted, without slashes."""
-        names: list[str] = []
+        names: builtins.list[str] = []
         with self._errors("list", prefix):
             pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/")
             for page in pages:

@@ -8,16 +8,22 @@ from dataclasses import replace
 from rich.console import Console
 
 from rl360.commands.ledger import ledger_tables, print_checks
-from rl360.ledger.checks import check_run
+from rl360.ledger.checks import Check, audit_run
+from rl360.ledger.metrics import step_json
+from rl360.ledger.step import StepLedger
 from tests.unit.ledger_data import made_up_run
 
-LEDGERS = made_up_run(3, groups=6, size=4)
+LEDGERS = made_up_run(3, groups=12, size=8)
+
+
+def check_run(ledgers: list[StepLedger]) -> dict[int, list[Check]]:
+    return {ledger.step: checks for ledger, checks in audit_run(ledgers)}
 
 
 def test_tables_fit_a_terminal_and_hold_the_sums() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, color_system=None, highlight=False)
-    for table in ledger_tables("demo", LEDGERS):
+    for table in ledger_tables("demo", [step_json(ledger) for ledger in LEDGERS]):
         console.print(table)
     text = out.getvalue()
     assert "…" not in text

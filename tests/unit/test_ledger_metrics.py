@@ -93,7 +93,7 @@ def test_nothing_is_none_not_zero() -> None:
 
 
 def test_the_json_has_the_fixed_keys() -> None:
-    step = metrics.run_json("demo", [LEDGER])["steps"][0]
+    step = metrics.step_json(LEDGER)
     fixed = (
         "step attempts outcomes groups sampled_tokens tokens trained_samples loss_weight_sum loss reward push phases_s"
     )
@@ -105,3 +105,13 @@ def test_the_json_has_the_fixed_keys() -> None:
 def test_rolling_mean_skips_what_is_missing() -> None:
     assert metrics.rolling_mean([1.0, None, 2.0, 6.0], 2) == [1.0, 1.0, 2.0, 4.0]
     assert metrics.rolling_mean([None], 5) == [None]
+
+
+def test_losses_add_up_over_steps() -> None:
+    step = metrics.step_json(LEDGER)
+    total = metrics.run_losses([step, step])
+    assert [(loss["cause"], loss["attempts"], loss["sampled_tokens"]) for loss in total] == [
+        ("agent_timeout", 2, 12),
+        ("no_engine", 2, 0),
+        ("session_lost", 2, 0),
+    ]

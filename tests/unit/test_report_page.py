@@ -26,7 +26,7 @@ def ledgers() -> list[StepLedger]:
 
 @pytest.fixture(scope="module")
 def small_figures(ledgers: list[StepLedger]) -> dict[str, bytes]:
-    return run_figures(ledgers, dpi=ARTIFACT_DPI)
+    return run_figures([step_json(ledger) for ledger in ledgers], dpi=ARTIFACT_DPI)
 
 
 def png_size(data: bytes) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def test_a_run_of_empty_and_lost_steps_still_renders(tmp_path: Path) -> None:
     lost = ledger_of([attempt(0, 0, None, step=1, sample=False), attempt(0, 1, None, step=1, sample=False)], step=1)
     paths = render_run([empty, lost], tmp_path)
     assert "2 of them empty" in paths.html.read_text()
-    row = step_row(lost)
+    row = step_row(step_json(lost))
     assert (row["reward"], row["loss"], row["trained"], row["push"]) == ("–", "–", "–", "–")
     assert "Nothing to train" in step_markdown(lost, {}) and "No push." in step_markdown(lost, {})
 
@@ -75,7 +75,7 @@ def test_no_ledgers_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_key_figures(ledgers: list[StepLedger]) -> None:
-    figures = {label: (value, note) for label, value, note in key_figures(ledgers)}
+    figures = {label: (value, note) for label, value, note in key_figures([step_json(ledger) for ledger in ledgers])}
     assert figures["steps"] == ("6", "an optimizer step each")
     assert figures["attempts"][0] == "192"
     assert re.fullmatch(r"0\.\d\d → 0\.\d\d", figures["reward"][0])
