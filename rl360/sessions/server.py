@@ -216,9 +216,11 @@ def create_app(service: SessionService) -> FastAPI:
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{session_id}/v1"
         return Response(orjson.dumps({"session_id": session_id, "base_url": base_url}), media_type=_JSON)
 
-    @app.post("/sessions/{session_id}/v1/chat/completions")
-    async def chat(session_id: str, request: Request) -> Response:
-        return await service.chat(session_id, request)
+    async def chat(request: Request) -> Response:
+        return await service.chat(request.path_params["session_id"], request)
+
+    # the hot path is a plain Starlette route: FastAPI's parameter solving would cost as much as the session itself
+    app.add_route("/sessions/{session_id}/v1/chat/completions", chat, methods=["POST"])
 
     @app.get("/sessions/{session_id}")
     async def describe(session_id: str, request: Request) -> Response:

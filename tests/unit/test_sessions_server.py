@@ -357,7 +357,7 @@ def test_a_late_engine_is_given_up_and_recorded_nowhere() -> None:
 def test_a_refused_connection_is_tried_again_and_then_502() -> None:
     with session_bench() as bench, socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        bench.service.upstream._url = f"http://127.0.0.1:{taken.getsockname()[1]}/generate"
+        bench.service.upstream._url = httpx.URL(f"http://127.0.0.1:{taken.getsockname()[1]}/generate")
         session_id, _ = bench.create()
         reply = bench.chat(session_id, CHAT)
         assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_upstream")
