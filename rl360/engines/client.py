@@ -34,7 +34,7 @@ def open_http() -> httpx.AsyncClient:
 class EngineSilent(ServiceError):
     """No answer. `connected`: a connection was made, so something lives there but is stuck."""
 
-    def __init__(self, message: str, connected: bool) -> None:
+    def __init__(self, message: str, connected: bool = False) -> None:
         super().__init__(message)
         self.connected = connected
 
@@ -42,7 +42,7 @@ class EngineSilent(ServiceError):
 class EngineRefused(ServiceError):
     """It answered, and the answer is no."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int = 200) -> None:
         super().__init__(message)
         self.status = status
 

@@ -98,10 +98,17 @@ def tree_of_url(url: str) -> ProcessTree | None:
     parts = urlsplit(url)
     if parts.port is None or not _is_local(parts.hostname or ""):
         return None
-    for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == parts.port and connection.pid:
-            return tree_of_pid(connection.pid)
-    return None
+    listeners = [
+        identity
+        for connection in psutil.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == parts.port and connection.pid
+        for identity in [identify(connection.pid)]
+        if identity is not None
+    ]
+    if not listeners:
+        return None
+    # a child may have inherited the socket: the oldest listener is the root
+    return tree_of_pid(min(listeners, key=lambda process: process.start_ticks).pid)
 
 
 def tree_of_pid(pid: int) -> ProcessTree | None:

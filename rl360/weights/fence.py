@@ -215,6 +215,11 @@ def note_unconfirmed(store: Store, intent: Intent, engine: EngineIdentity, evide
     return note
 
 
+def read_unconfirmed(store: Store, epoch: int) -> list[Unconfirmed]:
+    """What was seen of the engines of this push that are not proven gone."""
+    return [_read(store, key, Unconfirmed) for key in store.list(f"{_PUSH}{epoch:08}/unconfirmed/")]
+
+
 def confirm_gone(store: Store, url: str, reason: str, by: str) -> list[GoneConfirmation]:
     """Record a person's word for each incarnation at `url` that an open intent names; `BadInput` when none does."""
     if not reason.strip():

@@ -197,8 +197,11 @@ class _Push:
                 return False
             if probe.weight_version != record.version:
                 return False
-            sums = await self.client(probe.url).checksums()
-            if checksum_digest(sums) != record.checksum:
+            try:
+                held = await self.client(probe.url).checksums()
+            except ServiceError:
+                return False
+            if checksum_digest(held) != record.checksum:
                 return False
             await self.gateway.add(probe.url, GATEWAY_DEADLINE_S)
             holding += 1

@@ -1,4 +1,4 @@
-"""In-test HTTP servers with faults: an SGLang engine's control calls and the gateway's worker list, in one process each.
+"""In-test HTTP servers with faults: an SGLang engine's control calls, and the gateway's worker list.
 
 They keep the state the real ones keep (paused, version, open session, groups, checksums) and can be told to misbehave;
 the real ones are used in tests/contract. The engine's process tree is a real `sleep` process, so that fencing has
