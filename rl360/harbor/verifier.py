@@ -34,7 +34,7 @@ from rl360.sandboxes.provider import (
 
 MAX_REWARD_BYTES = 65_536
 MAX_LOG_BYTES = 2000
-NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 SIGNALLED = 128
 
 

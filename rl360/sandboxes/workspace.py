@@ -18,6 +18,7 @@ from pathlib import Path
 from rl360.errors import BadInput
 
 MAX_FILES = 20_000
+MAX_DEPTH = 32
 MAX_COPY_BYTES = 1 << 30
 
 
@@ -83,13 +84,18 @@ def publish_tree(source: Path, target: Path) -> None:
 def remove_tree(path: Path, deadline_s: float = 30.0) -> str | None:
     """Delete a hostile tree; the reason when something of it is left.
 
-    `shutil.rmtree` works on directory descriptors (no link is followed). Folders without permissions and nesting
-    deeper than its recursion goes to `chmod` and `rm`, which walk iteratively.
+    Folders are entered by descriptor, so no link is followed. Deep nesting, which would cost a descriptor a level,
+    and folders without permissions go to `chmod` and `rm`, which need few.
     """
     if not os.path.lexists(path):
         return None
     with contextlib.suppress(OSError, RecursionError):
-        shutil.rmtree(path)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _empty(folder, MAX_DEPTH)
+        finally:
+            os.close(folder)
+        path.rmdir()
         return None
     try:
         for argv in (["chmod", "-R", "u+rwX", str(path)], ["rm", "-rf", "--one-file-system", str(path)]):
@@ -97,6 +103,23 @@ def remove_tree(path: Path, deadline_s: float = 30.0) -> str | None:
     except subprocess.TimeoutExpired:
         return f"{path}: not deleted within {deadline_s:g} s"
     return f"{path}: could not be deleted" if os.path.lexists(path) else None
+
+
+def _empty(folder: int, depth: int) -> None:
+    if depth == 0:
+        raise RecursionError
+    with os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            below = os.open(entry.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                _empty(below, depth - 1)
+            finally:
+                os.close(below)
+            os.rmdir(entry.name, dir_fd=folder)
+        else:
+            os.unlink(entry.name, dir_fd=folder)
 
 
 def tree_bytes(path: Path, limit_bytes: int) -> int:

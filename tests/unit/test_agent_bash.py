@@ -1,0 +1,140 @@
+"""The bash agent against a policy of fixed turns over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared by the parts of the suite
+from scripted_session import Bash, Call, Fail, Hang, Say, ScriptedSessions
+
+from rl360.agents import bash_agent
+from rl360.agents.base import AgentContext, AgentEnd, AgentFailure, AgentMetrics, load_agent
+from rl360.errors import BadInput
+from rl360.harbor.outcome import ExitStatus
+from rl360.sandboxes.provider import ExecResult
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[ScriptedSessions]:
+    server = ScriptedSessions()
+    server.start()
+    yield server
+    server.stop()
+
+
+def play(sessions: ScriptedSessions, *turns: Any, max_turns: int = 4, seconds: float = 10) -> tuple[Any, AgentMetrics]:
+    """Run the agent on these turns; commands `echo X` print X, others exit 3."""
+    url = sessions.add("s", *turns)
+    metrics = AgentMetrics()
+
+    async def execute(command: str, timeout_s: float) -> ExecResult:
+        assert timeout_s > 0
+        text = command.removeprefix("echo ").encode() + b"\n" if command.startswith("echo ") else b""
+        return ExecResult(0 if text else 3, text, len(text), 0.0)
+
+    async def go() -> AgentEnd:
+        async with httpx.AsyncClient() as http:
+            deadline = asyncio.get_running_loop().time() + seconds
+            context = AgentContext("Do it.", url, "openai/policy", {}, max_turns, deadline, execute, http, metrics)
+            return await bash_agent.run(context)
+
+    try:
+        return asyncio.run(go()), metrics
+    except AgentFailure as failure:
+        return failure, metrics
+
+
+def test_plays_to_the_end_with_verbatim_history(sessions: ScriptedSessions) -> None:
+    end, metrics = play(sessions, Bash("echo hi"), Bash("false"), Say("done"))
+    assert end.exit_status == ExitStatus.SUBMITTED
+    assert (metrics.turns, metrics.tool_calls, metrics.format_errors) == (3, 2, 0)
+    last = sessions.seen["s"][-1]
+    assert [item["role"] for item in last["messages"]] == ["system", "user", "assistant", "tool", "assistant", "tool"]
+    assert last["messages"][0]["content"] == "Use bash." and last["messages"][1]["content"] == "Do it."
+    assert [item["content"] for item in last["messages"] if item["role"] == "tool"] == ["hi", "(exit 3)"]
+    assert last["messages"][3]["tool_call_id"] == "call_0"
+    parameters = last["tools"][0]["function"]["parameters"]
+    assert len(last["tools"]) == 1 and parameters["properties"] == {"command": {"type": "string"}}
+    assert metrics.model_query_time_sum > 0
+
+
+def test_length_ends_it(sessions: ScriptedSessions) -> None:
+    end, metrics = play(sessions, Say("so long", "length"))
+    assert end.exit_status == ExitStatus.LENGTH_LIMIT and metrics.turns == 1
+    for fail in (Fail(409, "length"), Fail(409, "cut_turn"), Fail(413, "over_budget")):
+        end, metrics = play(sessions, Bash("echo a"), fail)
+        assert end.exit_status == ExitStatus.LENGTH_LIMIT and metrics.turns == 1
+
+
+def test_turn_limit_runs_the_last_call(sessions: ScriptedSessions) -> None:
+    end, metrics = play(sessions, *[Bash("echo x")] * 9, max_turns=2)
+    assert end.exit_status == ExitStatus.TURN_LIMIT
+    assert (metrics.turns, metrics.tool_calls) == (2, 2)
+
+
+def test_malformed_calls_are_answered_not_repaired(sessions: ScriptedSessions) -> None:
+    bad = [
+        Call("bash", "{"),
+        Call("sh", '{"command": "x"}'),
+        Call("bash", '{"command": 3}'),
+        Call("bash", '{"a": "b"}'),
+    ]
+    end, metrics = play(sessions, *bad, Say("text <tool_call>bash"), max_turns=9)
+    assert end.exit_status == ExitStatus.SUBMITTED
+    assert metrics.format_errors == 5
+    told = [item["content"] for item in sessions.seen["s"][-1]["messages"] if item["role"] == "tool"]
+    assert told == ["error: call bash with one string, command"] * 4
+
+
+@pytest.mark.parametrize(
+    ("fail", "status"),
+    [
+        (Fail(404, "not_found"), ExitStatus.SESSION_LOST),
+        (Fail(409, "lost_race"), ExitStatus.SESSION_LOST),
+        (Fail(502, "wrong_version"), ExitStatus.GENERATION_ERROR),
+        (Fail(400, "bad_history"), ExitStatus.GENERATION_ERROR),
+    ],
+)
+def test_infrastructure_is_named(sessions: ScriptedSessions, fail: Fail, status: ExitStatus) -> None:
+    failure, metrics = play(sessions, fail)
+    assert isinstance(failure, AgentFailure) and failure.exit_status == status
+    assert not failure.retryable and metrics.retries == 0 and fail.code in str(failure)
+
+
+def test_a_failed_upstream_is_asked_again(sessions: ScriptedSessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bash_agent, "RETRY_PAUSES_S", (0.01, 0.01))
+    end, metrics = play(sessions, Fail(502, "bad_upstream"), Fail(502, "bad_upstream"), Say("done"))
+    assert end.exit_status == ExitStatus.SUBMITTED and metrics.retries == 2
+    failure, metrics = play(sessions, *[Fail(503, "no_engine")] * 9)
+    assert failure.exit_status == ExitStatus.NO_ENGINE and metrics.retries == 2
+
+
+def test_a_silent_session_is_lost_by_the_deadline(sessions: ScriptedSessions) -> None:
+    failure, _ = play(sessions, Hang(1.0), seconds=0.3)
+    assert failure.exit_status == ExitStatus.SESSION_LOST
+
+
+def test_observation() -> None:
+    def seen(code: int, output: bytes, total: int | None = None) -> str:
+        return bash_agent.observation(ExecResult(code, output, len(output) if total is None else total, 0.0))
+
+    assert seen(0, b"") == "ok"
+    assert seen(0, b"\n\n") == "ok"
+    assert seen(2, b"") == "(exit 2)"
+    assert seen(1, b"no\n") == "no\n(exit 1)"
+    assert seen(0, b"ab", 10) == "ab\n(8 bytes cut)"
+    assert seen(0, b"\xff\x00") == "\ufffd\ufffd"
+
+
+def test_agents_load_by_import_path() -> None:
+    assert load_agent("rl360.agents.bash_agent:run") is bash_agent.run
+    for path in ("nowhere:x", "rl360.agents.bash_agent:nothing", "rl360.agents.bash_agent:TOOL", ""):
+        with pytest.raises(BadInput, match="module:function"):
+            load_agent(path)

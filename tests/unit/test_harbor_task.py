@@ -1,0 +1,108 @@
+"""Harbor task directories: what loads, and the one line for what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl360.errors import BadInput
+from rl360.harbor.task import load_task, tree_digest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXERCISM = REPOSITORY.parent / "shared" / "tasks" / "exercism-python"
+
+
+def make_task(path: Path, toml: str = "", dockerfile: str = "FROM debian\nWORKDIR /app\nCOPY . /app\n") -> Path:
+    for name in ("environment", "tests"):
+        (path / name).mkdir(parents=True)
+    (path / "task.toml").write_text(toml or 'schema_version = "1.4"\n[task]\nname = "t/one"\n')
+    (path / "instruction.md").write_text("Do it.\n")
+    (path / "tests" / "test.sh").write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    (path / "environment" / "Dockerfile").write_text(dockerfile)
+    return path
+
+
+def test_loads(tmp_path: Path) -> None:
+    toml = '[task]\nname = "t/one"\n[metadata]\nanything = 3\n[environment]\nmemory_mb = 128\nworkdir = "/work"\n'
+    task = load_task(make_task(tmp_path / "t", toml))
+    assert (task.id, task.instruction) == ("t/one", "Do it.")
+    assert (task.config.environment.memory_mb, task.config.environment.workdir) == (128, "/work")
+    assert task.solution_dir is None and task.build_instructions == ()
+    assert task.verifier_digest == tree_digest(task.tests_dir)
+
+
+@pytest.mark.parametrize("name", ["task.toml", "tests/test.sh", "instruction.md"])
+def test_missing_part(tmp_path: Path, name: str) -> None:
+    path = make_task(tmp_path / "t")
+    (path / name).unlink()
+    with pytest.raises(BadInput, match=f"no {name}") as caught:
+        load_task(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[agent]\ntimeout_sec = -1\n", "agent.timeout_sec = -1"),
+        ("[agent]\ntimeout = 3\n", "agent.timeout = 3: unknown key"),
+        ('schema_version = "9"\n', "schema_version = '9'"),
+        ('[environment]\nnetwork_mode = "lan"\n', "environment.network_mode = 'lan'"),
+        ('[environment]\nworkdir = "app"\n', "environment.workdir = 'app'"),
+        ('[environment]\nworkdir = "/usr/x"\n', "system folder"),
+        ('[environment]\nworkdir = "/a/../etc"\n', "normalised"),
+        ("[environment]\nmemory_mb = nan\n", "environment.memory_mb = nan"),
+        ("[agent\n", "not TOML"),
+    ],
+)
+def test_bad_values(tmp_path: Path, toml: str, words: str) -> None:
+    path = make_task(tmp_path / "t", toml)
+    with pytest.raises(BadInput) as caught:
+        load_task(path)
+    message = str(caught.value)
+    assert words in message and str(path / "task.toml") in message and "\n" not in message
+
+
+def test_empty_instruction_and_binary_text(tmp_path: Path) -> None:
+    path = make_task(tmp_path / "t")
+    (path / "instruction.md").write_text(" \n")
+    with pytest.raises(BadInput, match="empty"):
+        load_task(path)
+    (path / "instruction.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadInput, match="UTF-8"):
+        load_task(path)
+
+
+def test_build_instructions_are_named(tmp_path: Path) -> None:
+    dockerfile = "# c\nFROM x\nRUN apt-get install \\\n  jq\nCOPY a.txt /app/\nCOPY --from=b /x /y\nENV A=1\n"
+    found = load_task(make_task(tmp_path / "t", dockerfile=dockerfile)).build_instructions
+    assert [line.split()[0] for line in found] == ["RUN", "COPY", "ENV"]
+
+
+def test_digest_covers_names_bytes_and_modes(tmp_path: Path) -> None:
+    path = make_task(tmp_path / "t")
+    seen = {tree_digest(path / "tests")}
+    (path / "tests" / "test.sh").chmod(0o755)
+    seen.add(tree_digest(path / "tests"))
+    (path / "tests" / "more").write_text("x")
+    seen.add(tree_digest(path / "tests"))
+    (path / "tests" / "more").rename(path / "tests" / "less")
+    seen.add(tree_digest(path / "tests"))
+    assert len(seen) == 4
+    (path / "tests" / "link").symlink_to("less")
+    with pytest.raises(BadInput, match="regular file"):
+        load_task(path)
+
+
+def test_builtin_tasks_load() -> None:
+    folders = [path for path in (REPOSITORY / "rl360/tasksets/chores_tasks").iterdir() if path.is_dir()]
+    assert folders
+    for folder in folders:
+        task = load_task(folder)
+        assert task.solution_dir is not None and task.build_instructions == ()
+
+
+@pytest.mark.skipif(not EXERCISM.is_dir(), reason="the exercism tasks are not beside the repository")
+def test_exercism_tasks_load() -> None:
+    folders = [path for path in EXERCISM.iterdir() if path.is_dir()]
+    assert len({load_task(folder).id for folder in folders}) == len(folders) == 102
