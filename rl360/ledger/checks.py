@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rl360.ledger.step import AttemptRow, StepLedger
 
 WEIGHT_RTOL = 1e-6
+NO_STEP = ("empty", "nonfinite")
 
 
 class LedgerBroken(Rl360Error):
@@ -91,7 +92,7 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
     holds = math.isclose(weights, train.loss_weight_sum, rel_tol=WEIGHT_RTOL, abs_tol=0.0)
     yield Check("loss weights", "booked", weights, "trainer", float(train.loss_weight_sum), holds)
     if trained == 0:
-        steps = 0 if train.status == "empty" and train.loss is None else 1
+        steps = 0 if train.status in NO_STEP and train.loss is None else 1
         yield _equal("nothing trained, no optimizer step", "optimizer steps", steps, "expected", 0)
     again = sorted(set(ledger.trained_ids) & set(trained_before))
     yield _equal("trained once", "trained in an earlier step too", len(again), "allowed", 0, again[0] if again else "")

@@ -8,7 +8,7 @@ pictures - is computed from this object alone (rl360.ledger.metrics), never from
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 LEDGER_SCHEMA = 1
 # What the agent was told the engine had sampled for it (the usage of each reply, summed).
 AGENT_TOKENS = "completion_tokens"
+# The trainer's status for a batch whose loss or gradient was not finite: no optimizer step was taken.
+REFUSED = "nonfinite"
 
 
 @dataclass(frozen=True)
@@ -200,19 +202,32 @@ def build_step_ledger(
             f"step {step}: {len(seen)} attempts were recorded and {len(decisions)} decided, and the two differ"
             f" (e.g. {', '.join(odd) or 'an id twice'}); every attempt needs exactly one decision"
         )
-    trained_tokens = sum(decision.tokens.get(Bucket.TRAINED, 0) for decision in decisions)
+    reported = TrainReport.from_result(train)
+    if reported.status == REFUSED:
+        by_id = {attempt_id: _refused(decision) for attempt_id, decision in by_id.items()}
+    trained_tokens = sum(decision.tokens.get(Bucket.TRAINED, 0) for decision in by_id.values())
     weight = 1.0 / trained_tokens if trained_tokens else 0.0
     rows = [_row(record, by_id[record.attempt_id], weight) for record in attempts]
     ledger = StepLedger(
         run=run,
         step=step,
         attempts=tuple(sorted(rows, key=lambda row: row.attempt_id)),
-        train=TrainReport.from_result(train),
+        train=reported,
         push=None if push is None else PushReport.from_record(push),
         phases_s={name: float(seconds) for name, seconds in phases_s.items()},
     )
     refuse_broken(ledger, trained_before)
     return ledger
+
+
+def _refused(decision: Decision) -> Decision:
+    """The decision after the trainer refused the batch: what would have trained did not, and is booked as nonfinite."""
+    if not decision.trains:
+        return decision
+    tokens: dict[Bucket, int] = {
+        Bucket.NONFINITE if bucket is Bucket.TRAINED else bucket: n for bucket, n in decision.tokens.items()
+    }
+    return replace(decision, bucket=Bucket.NONFINITE, advantage=None, tokens=tokens)
 
 
 def _row(record: AttemptRecord, decision: Decision, weight: float) -> AttemptRow:

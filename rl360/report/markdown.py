@@ -78,6 +78,10 @@ def _training(ledger: StepLedger, step: Mapping[str, Any]) -> str:
     train, push = ledger.train, step["push"]
     if train.status == "empty":
         trained = "Nothing to train: no optimizer step was taken and the weights are unchanged."
+    elif train.status != "trained":
+        trained = (
+            f"The trainer refused the batch ({_words(train.status)}): no optimizer step, the weights are unchanged."
+        )
     else:
         trained = (
             f"{train.trained_samples:,} samples, {train.trained_tokens:,} tokens, loss weights sum to "

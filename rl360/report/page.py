@@ -106,14 +106,18 @@ def key_figures(steps: Sequence[Step]) -> list[tuple[str, str, str]]:
     sampled = sum(step["sampled_tokens"] for step in steps)
     trained = sum(step["tokens"].get("trained", 0) for step in steps)
     seconds = sum(sum(step["phases_s"].values()) for step in steps)
-    empty = sum(step["status"] == "empty" for step in steps)
+    empty = sum(step["status"] != "trained" for step in steps)
     return [
         (
             "reward",
             f"{fixed(first, 2)} → {fixed(last, 2)}",
             f"mean of verified attempts, first and last {window} steps",
         ),
-        ("steps", f"{len(steps):,}", f"{empty} of them empty" if empty else "an optimizer step each"),
+        (
+            "steps",
+            f"{len(steps):,}",
+            f"{empty} of them without an optimizer step" if empty else "an optimizer step each",
+        ),
         ("attempts", f"{attempts:,}", f"{percent(lost / attempts if attempts else None)} lost to infrastructure"),
         ("sampled tokens", f"{sampled:,}", f"{percent(trained / sampled if sampled else None)} trained"),
         ("wall time", duration(seconds), f"{seconds / len(steps):.1f} s per step"),

@@ -120,6 +120,16 @@ def test_faults_that_cancel_in_the_sum_are_found() -> None:
         build(decisions=decisions)
 
 
+def test_a_batch_the_trainer_refused_is_booked_as_nonfinite() -> None:
+    refused = {"status": "nonfinite", "loss": None, "grad_norm": None, "version_after": 0}
+    ledger = build(train={**refused, "trained_samples": 0, "trained_tokens": 0, "loss_weight_sum": 0.0})
+    assert ledger.trained_ids == []
+    assert ledger.attempts[0].tokens == {Bucket.NONFINITE: 6}
+    assert ledger.attempts[1].tokens == {Bucket.NONFINITE: 6, Bucket.AFTER_TRUNCATION: 4}
+    assert (ledger.attempts[0].advantage, ledger.attempts[0].loss_weight) == (None, 0.0)
+    assert all(check.holds for check in check_ledger(ledger))
+
+
 def test_an_empty_step_may_not_have_taken_an_optimizer_step() -> None:
     with pytest.raises(LedgerBroken, match="optimizer steps 1 != expected 0"):
         ledger_of([attempt(0, 0, 1.0), attempt(0, 1, 1.0)], status="trained", loss=0.0)

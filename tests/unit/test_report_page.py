@@ -59,7 +59,7 @@ def test_a_run_of_empty_and_lost_steps_still_renders(tmp_path: Path) -> None:
     empty = ledger_of([attempt(0, 0, 1.0), attempt(0, 1, 1.0)])
     lost = ledger_of([attempt(0, 0, None, step=1, sample=False), attempt(0, 1, None, step=1, sample=False)], step=1)
     paths = render_run([empty, lost], tmp_path)
-    assert "2 of them empty" in paths.html.read_text()
+    assert "2 of them without an optimizer step" in paths.html.read_text()
     row = step_row(step_json(lost))
     assert (row["reward"], row["loss"], row["trained"], row["push"]) == ("–", "–", "–", "–")
     assert "Nothing to train" in step_markdown(lost, {}) and "No push." in step_markdown(lost, {})
