@@ -57,11 +57,11 @@ def render_run(ledgers: Iterable[StepLedger], out_dir: Path) -> ReportPaths:
         checked.extend((ledger.step, check) for check in checks)
     if not steps:
         raise BadInput("no step has a ledger yet: there is nothing to report; wait for the first step to finish")
-    figures = run_figures(steps)
-    pngs = {name: out_dir / f"{name}.png" for name in figures}
     html = out_dir / "report.html"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
+        figures = run_figures(steps)
+        pngs = {name: out_dir / f"{name}.png" for name in figures}
         for name, data in figures.items():
             pngs[name].write_bytes(data)
         html.write_text(run_page(run, steps, checked, figures), encoding="utf-8")

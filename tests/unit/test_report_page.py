@@ -14,7 +14,7 @@ from rl360.ledger.metrics import step_json
 from rl360.ledger.step import StepLedger
 from rl360.report.figures import run_figures
 from rl360.report.markdown import ARTIFACT_DPI, PICTURE_BUDGET_BYTES, step_markdown
-from rl360.report.page import duration, key_figures, render_run, step_row
+from rl360.report.page import duration, key_figures, render_run, run_page, step_row
 from tests.unit.ledger_data import ledger_of, made_up_run
 from tests.unit.objective_data import attempt
 
@@ -48,9 +48,9 @@ def test_report_is_one_page_that_loads_nothing(ledgers: list[StepLedger], tmp_pa
         assert base64.b64encode(path.read_bytes()).decode() in html
 
 
-def test_names_are_escaped(tmp_path: Path) -> None:
+def test_names_are_escaped() -> None:
     ledger = ledger_of([attempt(0, 0, 1.0, domain="<b>x</b>"), attempt(0, 1, 0.0, domain="<b>x</b>")])
-    html = render_run([ledger], tmp_path).html.read_text()
+    html = run_page("demo", [step_json(ledger)], [], {})
     assert "<b>x</b>" not in html and "&lt;b&gt;x&lt;/b&gt;" in html
     assert "domain \\<b\\>x\\</b\\>" in step_markdown(ledger, {})
 
