@@ -1,0 +1,168 @@
+"""The Megatron backend in one process: mapping, log-probs by hand, non-finite steps, refused shapes and layouts."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl360.config.run import ObjectiveConfig
+from rl360.errors import BadInput
+from rl360.training.megatron import cpu_hook, parallel
+from rl360.training.megatron.hf_dir import read_tensors, write_dir
+from rl360.training.megatron.hf_map import digest_of
+from rl360.training.megatron.model import Layout, ModelShape, check_layout, read_shape
+from rl360.training.megatron.modules import token_logprobs
+from rl360.training.megatron.policy import Optim, Policy
+from rl360.training.objective import policy_sums
+from rl360.training.packing import TrainSequence
+from tests.unit.training_data import samples_of, write_model
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def policy(model: Path) -> Iterator[Policy]:
+    with parallel.single_process():
+        yield Policy(model, Layout(), Optim(lr=1e-2))
+
+
+def sequences(step: int) -> list[TrainSequence]:
+    return [
+        TrainSequence(row["tokens"], row["loss_mask"], row["logprobs"], row["advantage"], row["attempt_id"])
+        for row in samples_of(step)
+    ]
+
+
+def test_import_then_export_is_the_identity(policy: Policy, model: Path) -> None:
+    assert digest_of(policy.weights()) == digest_of(read_tensors(model))
+
+
+def test_a_row_does_not_depend_on_its_neighbours(policy: Policy) -> None:
+    samples = sequences(1)
+    packed = policy.logprobs(samples, 4096)
+    for one, found in zip(samples, packed, strict=True):
+        alone = policy.logprobs([one], 4096)[0]
+        assert found.shape == (len(one.tokens) - 1,)
+        np.testing.assert_allclose(found, alone, atol=2e-6)
+
+
+def test_step_is_independent_of_micro_batches_and_moments_restore(policy: Policy) -> None:
+    samples = sequences(2)
+    weight = sum(int(s.loss_mask.sum()) for s in samples)
+    loss = policy_sums(ObjectiveConfig())
+    one = policy.accumulate(policy.micro_batches(samples, 4096), loss, weight)
+    many = policy.accumulate(policy.micro_batches(samples, 64), loss, weight)
+    assert one[1] == pytest.approx(many[1], rel=1e-5)
+    assert one[0] == pytest.approx(many[0], rel=1e-5)
+    before = policy.weights()
+    first = policy.step(policy.micro_batches(samples, 256), loss, weight)
+    assert first.applied
+    assert first.sums["weight"] == weight
+    after, moments = policy.weights(), policy.moments()
+    assert digest_of(after) != digest_of(before)
+    policy.step(policy.micro_batches(samples, 256), loss, weight)
+    goal = digest_of(policy.weights())
+    policy.load(before, moments, 7)
+    policy.load(after, moments, 1)
+    policy.step(policy.micro_batches(samples, 256), loss, weight)
+    assert digest_of(policy.weights()) == goal
+
+
+def test_a_step_that_is_not_finite_changes_nothing(policy: Policy) -> None:
+    samples = sequences(3)
+    bad = samples[0]
+    assert bad.logprobs is not None
+    poisoned = TrainSequence(bad.tokens, bad.loss_mask, np.where(bad.loss_mask, -np.inf, 0).astype(np.float32), 1.0)
+    loss = policy_sums(ObjectiveConfig(old_policy="rollout"))
+    before, moments = digest_of(policy.weights()), {m: digest_of(t) for m, t in policy.moments().items()}
+    result = policy.step(policy.micro_batches([poisoned, *samples[1:]], 4096), loss, 10)
+    assert not result.applied
+    assert digest_of(policy.weights()) == before
+    assert {m: digest_of(t) for m, t in policy.moments().items()} == moments
+    assert policy.step(policy.micro_batches(samples, 4096), loss, 10).applied  # and the next one is clean
+
+
+def test_token_logprobs_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5, 11, requires_grad=True)
+    target = torch.randint(0, 11, (3, 5))
+    weight = torch.randn(3, 5)
+    found, entropy = token_logprobs(logits, target, None)
+    (found * weight).sum().backward()
+    assert logits.grad is not None
+    mine = logits.grad.clone()
+    logits.grad = None
+    plain = logits.log_softmax(-1)
+    expected = plain.gather(-1, target[..., None])[..., 0]
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(entropy, -(plain.exp() * plain).sum(-1).detach())
+    torch.testing.assert_close(mine, logits.grad)
+
+
+def test_written_directory_reads_back(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    write_dir(read_tensors(model), model, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert digest_of(read_tensors(tmp_path / "out")) == digest_of(read_tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"hidden_size": None}, "hidden_size missing"),
+    ],
+)
+def test_unknown_shapes_are_refused(tmp_path: Path, changes: dict[str, object], match: str) -> None:
+    with pytest.raises(BadInput, match=match):
+        read_shape(write_model(tmp_path, **changes))
+
+
+DENSE = ModelShape(2, 64, 4, 2, 16, 128, 512, 1024, 1e4, 1e-6, True)
+MOE = ModelShape(2, 64, 4, 2, 16, 128, 512, 1024, 1e4, 1e-6, True, experts=8, experts_per_token=2, expert_ffn=32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "match"),
+    [
+        (MOE, Layout(tp=2, ep=1, etp=1, sequence_parallel=True), "never reduces the experts' gradients"),
+        (MOE, Layout(tp=2), "needs sequence_parallel"),
+        (DENSE, Layout(tp=4), "num_key_value_heads=2 cannot be split 4 ways"),
+        (DENSE, Layout(ep=2), "without experts"),
+        (DENSE, Layout(sequence_parallel=True), "needs tensor parallel"),
+    ],
+)
+def test_layouts_that_would_train_wrong_are_refused(shape: ModelShape, layout: Layout, match: str) -> None:
+    with pytest.raises(BadInput, match=match):
+        check_layout(shape, layout)
+
+
+def test_cpu_autocast_is_refused() -> None:
+    with torch.autocast("cpu"), pytest.raises(BadInput, match="autocast on the CPU"):
+        check_layout(DENSE, Layout())
+
+
+def test_the_hook_rewrites_device_names_only() -> None:
+    source = "import torch\nx = torch.zeros(2, device='cuda').cuda()\nn = torch.cuda.device_count()"
+    source += "\nt = 'torch.cuda.FloatTensor'"
+    names = {"_rl360_cuda": cpu_hook._CpuCuda()}
+    exec(cpu_hook.rewrite(source, "<test>"), names)
+    assert names["x"].device.type == "cpu"
+    assert names["n"] == 0
+    assert names["t"] == "torch.FloatTensor"
+    assert "_rl360_cuda" in ast.unparse(cpu_hook._ToCpu().visit(ast.parse("torch.cuda.Event()")))
+    assert torch.cuda.device_count.__module__.startswith("torch")

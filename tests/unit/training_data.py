@@ -1,0 +1,89 @@
+"""A tiny Qwen3-shaped model directory and train batches, made from a seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from rl360.store.codec import pack
+
+VOCAB, HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN = 512, 64, 2, 4, 2, 16, 128
+
+
+def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Config and random weights; `changes` go into config.json."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(*shape: int) -> np.ndarray:
+        return rng.normal(0, 0.08, shape).astype(np.float32)
+
+    def norm(size: int) -> np.ndarray:
+        return (1 + rng.normal(0, 0.1, size)).astype(np.float32)
+
+    tensors = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "model.norm.weight": norm(HIDDEN)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        tensors |= {
+            at + "input_layernorm.weight": norm(HIDDEN),
+            at + "post_attention_layernorm.weight": norm(HIDDEN),
+            at + "self_attn.q_norm.weight": norm(HEAD_DIM),
+            at + "self_attn.k_norm.weight": norm(HEAD_DIM),
+            at + "self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
+            at + "self_attn.k_proj.weight": matrix(GROUPS * HEAD_DIM, HIDDEN),
+            at + "self_attn.v_proj.weight": matrix(GROUPS * HEAD_DIM, HIDDEN),
+            at + "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
+            at + "mlp.gate_proj.weight": matrix(FFN, HIDDEN),
+            at + "mlp.up_proj.weight": matrix(FFN, HIDDEN),
+            at + "mlp.down_proj.weight": matrix(HIDDEN, FFN),
+        }
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": FFN,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "dtype": "float32",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def sample(seed: int, name: str, **changes: Any) -> dict[str, Any]:
+    """One sample as the train batch object holds it."""
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(8, 60))
+    mask = (rng.random(length) < 0.5).astype(np.uint8)
+    mask[0], mask[1] = 0, 1
+    return {
+        "attempt_id": name,
+        "group_id": "s000000-g000",
+        "tokens": rng.integers(0, VOCAB, length).astype(np.int32),
+        "loss_mask": mask,
+        "logprobs": np.where(mask, rng.normal(-6.2, 0.4, length), 0).astype(np.float32),
+        "advantage": float(rng.normal()),
+    } | changes
+
+
+def batch(run: str, step: int, samples: list[dict[str, Any]], **changes: Any) -> bytes:
+    """The bytes of a train batch object."""
+    return pack({"schema_version": 1, "run": run, "step": step, "samples": samples, "decisions": []} | changes)
+
+
+def samples_of(step: int, count: int = 12) -> list[dict[str, Any]]:
+    return [sample(1000 * step + i, f"s{step:06}-g000-a{i:02}-t0") for i in range(count)]
