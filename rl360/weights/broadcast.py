@@ -95,6 +95,10 @@ def flatten(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor
     )
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
 class BroadcastTransport:
     """Owns the group between pushes. `address` is where engines reach this process."""
 
@@ -180,7 +184,10 @@ class BroadcastTransport:
         self._left.clear()
         world_size = len(engines) + 1
         timeout = timedelta(seconds=plan.call_deadline_s)
-        store = dist.TCPStore(self.address, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+        try:
+            store = dist.TCPStore(self.address, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise ServiceError(f"cannot listen on {self.address} for the engines: {_first_line(error)}") from None
 
         def join(engine: _Engine) -> Awaitable[object]:
             return engine.client.init_group(
@@ -199,7 +206,7 @@ class BroadcastTransport:
         except RuntimeError as error:  # torch's DistError family: a member did not come in time
             del store
             self._settle(calls, engines, plan.call_deadline_s)
-            raise _TransferStopped(f"the group did not meet: {str(error).splitlines()[0][:200]}") from None
+            raise _TransferStopped(f"the group did not meet: {_first_line(error)}") from None
         self._group = _Group(plan.group_name, pg, store)
         self._settle(calls, engines, plan.call_deadline_s)
         self._stop_on_error(engines, "joining the group")
@@ -231,18 +238,18 @@ class BroadcastTransport:
         ]
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        work = self._group.pg.broadcast([payload], options)
         problem = ""
-        while not (work.is_completed() and all(call.done() for call in calls)):
-            if any(engine.error for engine in engines) or time.monotonic() > until:
-                problem = "an engine refused, died or did not answer in time"
-                break
-            time.sleep(_POLL_S)
-        if not problem:
-            try:
+        try:
+            work = self._group.pg.broadcast([payload], options)
+            while not (work.is_completed() and all(call.done() for call in calls)):
+                if any(engine.error for engine in engines) or time.monotonic() > until:
+                    problem = "an engine refused, died or did not answer in time"
+                    break
+                time.sleep(_POLL_S)
+            if not problem:
                 work.wait()
-            except RuntimeError as error:
-                problem = f"broadcast: {str(error).splitlines()[0][:200]}"
+        except RuntimeError as error:  # gloo: a connection closed under the broadcast, or its deadline passed
+            problem = f"broadcast: {_first_line(error)}"
         if problem:
             first = {engine.rank for engine in engines if engine.error}
             self._drop_group()

@@ -154,8 +154,13 @@ class _Push:
                     f"push epoch {intent.epoch} of {intent.version} still runs in pid {pid}; retry later"
                 )
         recorded = await self.recorded()
-        if recorded is not None and not intents and await self.still_holds(recorded):
-            return recorded
+        if not intents:
+            if recorded is not None and await self.still_holds(recorded):
+                return recorded
+            last = await self.io(fence.last_record) if recorded is None and self.step is not None else None
+            if last is not None and last.version == self.version and await self.still_holds(last):
+                # a step that trained nothing makes no new version: what engines hold already is its result
+                return await self.keep(self.already_held(last))
         with self.phase("settle"):
             # a receiver may sit in a broadcast of the unfinished push until that one's deadline
             patience_s = max([self.probe_deadline_s, *(with_slack_s(i.call_deadline_s) for i in intents)])
@@ -285,12 +290,12 @@ class _Push:
                 await self.io(fence.write_end, self.superseded(old, epoch))
             report = await self.deliver(receivers, held, [old.group_name for old in intents])
             record = self.record(receivers, held, report)
-            await self.publish(record)
+            kept = await self.publish(record)
         finally:
             if record is None:
                 await self.give_up(receivers)
             fence.mark_running(owner, False)
-        return record
+        return kept
 
     async def receivers(self, intent: fence.Intent) -> Receivers:
         serving = {worker.url for worker in await self.gateway.workers() if worker.usable}
@@ -375,14 +380,27 @@ class _Push:
         if await receivers.release():
             await self.io(fence.write_end, self.failed(receivers))
 
-    async def publish(self, record: PushRecord) -> None:
-        """Write the confirmation: the step's `push.json` (the first one stays), the version, the end of the epoch."""
-        if self.step is not None:
-            key = step_key(self.run, self.step, "push.json")
-            await asyncio.to_thread(self.store.put_once, key, record.model_dump_json().encode())
+    async def keep(self, record: PushRecord) -> PushRecord:
+        """The step's `push.json`: written once. A later push of the same step is in its own `end.json` only."""
+        if self.step is None:
+            return record
+        key = step_key(self.run, self.step, "push.json")
+        await asyncio.to_thread(self.store.put_once, key, record.model_dump_json().encode())
+        return await self.recorded() or record
+
+    async def publish(self, record: PushRecord) -> PushRecord:
+        """Write the confirmation: the step's record, the version, the end of the epoch. Returns the step's record."""
+        kept = await self.keep(record)
         await self.io(fence.note_version, self.run, self.version)
         if not await self.io(fence.write_end, record):
             raise EngineChurn(f"push epoch {record.epoch} was taken over by a later push")
+        return kept
+
+    def already_held(self, last: PushRecord) -> PushRecord:
+        """The record of a push that had nothing to send."""
+        idle = {"calls_per_engine": 0, "bytes": 0, "paused_s": 0.0, "rounds": 0, "phases_s": {}}
+        reason = f"held since epoch {last.epoch}"
+        return last.model_copy(update={**idle, "run": self.run, "step": self.step, "reason": reason})
 
     def record(self, receivers: Receivers, held: ChecksumReply, delivery: _Delivery) -> PushRecord:
         serving = receivers.in_state(EngineState.SERVING)

@@ -402,3 +402,19 @@ def test_group_name_follows_the_set_not_the_epoch(world: World) -> None:
     first, second = world.trainer.plans
     assert first.group_name == second.group_name == group_name(second.engine_set)
     assert first.engine_set.epoch < second.engine_set.epoch
+
+
+def test_a_step_that_trained_nothing_sends_nothing(world: World) -> None:
+    first = world.push(0)
+    record = asyncio.run(push.push(world.store, world.services, RUN, 1, "demo:1", world.trainer, CONFIG))
+    assert (record.step, record.bytes, record.paused_s, record.version) == (1, 0, 0.0, first.version)
+    assert len(world.trainer.plans) == 1
+    assert PushRecord.model_validate_json(world.store.get("demo/steps/000001/push.json")) == record
+
+
+def test_the_steps_record_is_written_once(world: World) -> None:
+    first = world.push(0)
+    world.engines[0].startup = "another start"
+    assert world.push(0) == first  # pushed again, epoch 2, but the step's record stays
+    assert fence.read_end(world.store, 2).status is PushStatus.CONFIRMED  # type: ignore[union-attr]
+    assert len(world.trainer.plans) == 2
