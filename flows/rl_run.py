@@ -26,7 +26,7 @@ def rl_run(config: RunConfig) -> Any:
     """Run the steps that are left; a step that fails ends the run with that step's state."""
     _, first = open_run(config, None)
     for step in range(first, config.steps):
-        state = rl_step(config, step, return_state=True)
+        state: Any = rl_step(config, step, return_state=True)
         if not state.is_completed():
             return Failed(name=state.name or "Failed", message=f"step {step}: {state.message}")
     return {"run": config.run, "steps": config.steps}

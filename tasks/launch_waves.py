@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-
-from prefect.futures import PrefectConcurrentFuture
+from typing import Any
 
 from rl360.config.run import RunConfig
 from rl360.store.manifest import Manifest
@@ -20,7 +19,7 @@ def launch_waves(config: RunConfig, step: int, groups: Manifest, weight_version:
     """Submit one `roll_out` task per wave; return their manifests in wave order. The first failure is raised."""
     pace = config.rollout
     at_once = max(1, pace.max_concurrent // pace.wave_size)
-    waves: list[PrefectConcurrentFuture] = []
+    waves: list[Any] = []  # Prefect's futures; typed loosely because each runner has its own class
     for wave in range(groups.counts["waves"]):
         if wave:
             time.sleep(pace.wave_interval_s)
@@ -32,5 +31,5 @@ def launch_waves(config: RunConfig, step: int, groups: Manifest, weight_version:
     return [future.result() for future in waves]
 
 
-def _running(waves: list[PrefectConcurrentFuture]) -> list[Future]:
+def _running(waves: list[Any]) -> list[Future]:
     return [future.wrapped_future for future in waves if not future.wrapped_future.done()]

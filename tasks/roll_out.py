@@ -79,7 +79,7 @@ async def _run_wave(
     client = RolloutClient(job.services, job.config, job.step, weight_version)
     async with client, asyncio.TaskGroup() as group:
         for spec in specs:
-            earlier = []
+            earlier: list[AttemptRecord] = []
             while (stored := records.get(spec.attempt_id(len(earlier)))) is not None:
                 earlier.append(stored)
             group.create_task(roll_out_slot(client, spec, earlier, keep))

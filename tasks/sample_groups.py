@@ -20,7 +20,8 @@ def sample_groups(config: RunConfig, step: int) -> Manifest:
 
 
 def _sample(job: Job) -> Produced:
-    plan = plan_step(load_taskset(job.config.taskset.path), job.config, job.step)
+    taskset = load_taskset(job.config.taskset.path)
+    plan = plan_step(taskset, job.config, job.step)
     ref = put_object(job.store, step_key(job.run, job.step, "groups.msgpack"), pack(plan.to_wire()))
     counts = {"groups": len(plan.groups), "attempts": plan.attempts, "waves": len(plan.waves)}
-    return Produced(objects=[ref], counts=counts)
+    return Produced(objects=[ref], counts=counts, info={"taskset_digest": taskset.digest})

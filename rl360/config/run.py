@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rl360.errors import BadInput
 from rl360.store.layout import RUN_PATTERN
 
-OPERATIONAL = {"operational": True}
+OPERATIONAL: dict[str, Any] = {"operational": True}
 
 
 class _Section(BaseModel):

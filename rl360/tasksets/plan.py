@@ -52,9 +52,9 @@ def plan_step(taskset: TaskSet, config: RunConfig, step: int) -> StepPlan:
     for index, task_id in enumerate(draw(taskset, config.seed, step, config.taskset.groups_per_step)):
         group_id = f"s{step:06}-g{index:03}"
         groups[group_id] = task_id
-        task = taskset.tasks[task_id]
+        task = taskset[task_id]
         specs.extend(
-            AttemptSpec(f"{group_id}-a{slot:02}", group_id, task_id, str(task.path), taskset.domain(task_id))
+            AttemptSpec(f"{group_id}-a{slot:02}", group_id, task_id, str(task.path), task.domain)
             for slot in range(config.taskset.attempts_per_group)
         )
     size = config.rollout.wave_size
