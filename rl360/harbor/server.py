@@ -219,7 +219,7 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
             "queued": attempts.waiting,
             "max_concurrent": attempts.max_concurrent,
             "queue_limit": attempts.queue_limit,
-            "outcomes": dict(attempts.outcomes),
+            "outcomes": {str(name): count for name, count in attempts.outcomes.items()},
             "cleanup_unconfirmed": attempts.unconfirmed,
         }
         return answer(200, {**identity, **counts})

@@ -132,10 +132,11 @@ class BubblewrapProvider:
         return None if shutil.which("python3", path="/usr/bin:/bin") else Path(sys.base_prefix)
 
     def _argv(self, spec: SandboxSpec, joins: tuple[str, ...], info_fd: int) -> list[str]:
-        size = str(spec.limits.memory_mb << 20)
         argv = [*(("sh", "-c", JOIN_AND_EXEC, "sh", *joins, "--") if joins else ()), "bwrap", *self._system]
-        for path, mode in (("/dev/shm", "1777"), ("/tmp", "1777"), ("/home/agent", "0777")):
-            argv += ["--size", size, "--perms", mode, "--tmpfs", path]
+        # what is in a tmpfs counts as memory and no kill frees it: together they leave a quarter for processes
+        for path, mode, share in (("/dev/shm", "1777", 8), ("/tmp", "1777", 2), ("/home/agent", "0777", 8)):
+            size = (spec.limits.memory_mb << 20) // share
+            argv += ["--size", str(size), "--perms", mode, "--tmpfs", path]
         binds = [("--bind", spec.workspace.files, spec.workdir)]
         binds += [("--ro-bind", host, inside) for inside, host in spec.read_only.items()]
         if spec.with_logs:

@@ -55,6 +55,7 @@ class BwrapSandbox:
         self._waiting: asyncio.Future[str] | None = None
         self._expects = "ready"
         self._answer_buffer = b""
+        self._words = ""
         self._collected = bytearray()
         self._seen_bytes = 0
         self._cap_bytes = self._flood_bytes = 0
@@ -77,6 +78,8 @@ class BwrapSandbox:
             line = raw.decode("utf-8", "replace")
             if self._waiting is not None and not self._waiting.done() and line.startswith(self._expects):
                 self._waiting.set_result(line)
+            else:
+                self._words = f"{self._words} {line}"[-1000:]
 
     def _on_output(self) -> None:
         while data := _read(self._output):
@@ -102,9 +105,10 @@ class BwrapSandbox:
         hits = cgroups.limit_hits(self._group)
         reasons = [f"limit hit: {name} {count} times" for name, count in hits.items() if count]
         by_contents = bool(reasons) or 0 <= code < 128
-        said = self._answer_buffer.decode("utf-8", "replace").strip()
-        detail = ", ".join([f"PID 1 ended with {code}", *reasons, *([said] if said else [])])
-        return SandboxGone(f"sandbox {self.spec.name}: {detail}", by_contents=by_contents)
+        self._on_answers()
+        detail = ", ".join([f"PID 1 ended with {code}", *reasons])
+        said = f": {self._words.strip()}" if self._words.strip() else ""
+        return SandboxGone(f"sandbox {self.spec.name}: {detail}{said}", by_contents=by_contents)
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -244,10 +248,6 @@ class BwrapSandbox:
         if os.fstat(self._namespaces[0]).st_ino == os.stat("/proc/self/ns/pid").st_ino:
             raise SandboxStartError(f"sandbox {self.spec.name}: PID 1 is in the host's PID namespace")
 
-    def startup_words(self) -> str:
-        """What bwrap, setpriv or sh said instead of `ready`."""
-        return self._answer_buffer.decode("utf-8", "replace").strip()
-
     async def stop(self, deadline_s: float = 10.0) -> StopProof:
         if self._proof is not None and self._proof.confirmed:
             return self._proof
@@ -332,13 +332,12 @@ async def launch(
     try:
         await sandbox.start(info_r, first_line)
     except BaseException as error:  # cancellation too: whatever ends a start, nothing of it may stay
-        words = sandbox.startup_words()
         proof = await sandbox.stop()
         if not isinstance(error, TimeoutError | SandboxGone | SandboxStartError | OSError | ValueError | KeyError):
             raise
-        late = f"not ready within {spec.start_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+        late = f"sandbox {spec.name}: not ready within {spec.start_timeout_s:g} s"
         unclean = "" if proof.confirmed else f"; {proof.evidence}"
-        raise SandboxStartError(f"sandbox {spec.name}: {late}{': ' + words if words else ''}{unclean}") from None
+        raise SandboxStartError(f"{late if isinstance(error, TimeoutError) else error}{unclean}") from None
     finally:
         os.close(info_r)
     return sandbox
