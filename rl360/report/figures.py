@@ -56,6 +56,8 @@ BUCKET_COLOURS = {
     "stale": "#8fa3b8",
 }
 ROLLING_STEPS = 5
+MIN_STEPS = 10
+MANY_STEPS = 60
 # One box for all pictures, so that step k stands at the same place in each of them on the page.
 AXES_BOX = (0.055, 0.14, 0.70, 0.73)
 
@@ -85,7 +87,7 @@ def _style(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_xlabel("step", color=MUTED, fontsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16, min_n_ticks=1))
 
 
 def _title(axes: Axes, text: str) -> None:
@@ -103,15 +105,20 @@ def _numbers(steps: Sequence[Step]) -> np.ndarray:
     return np.array([step["step"] for step in steps], dtype=np.float64)
 
 
+def _limit_steps(axes: Axes, at: np.ndarray) -> None:
+    """Room for at least `MIN_STEPS`, so that the first steps of a run are bars and not walls."""
+    axes.set_xlim(at[0] - 0.6, max(at[-1], at[0] + MIN_STEPS - 1) + 0.6)
+
+
 def _stack(axes: Axes, at: np.ndarray, layers: Sequence[tuple[str, str, np.ndarray]]) -> None:
     """Stacked bars, one layer a (label, colour, values `[steps]`); layers that are zero everywhere are left out."""
     base = np.zeros(len(at))
-    width = 0.82 if len(at) <= 60 else 1.0
+    width = 0.82 if len(at) <= MANY_STEPS else 1.0
     for label, colour, values in layers:
         if values.any():
             axes.bar(at, values, width, bottom=base, color=colour, label=label, linewidth=0)
             base = base + values
-    axes.set_xlim(at[0] - 0.6, at[-1] + 0.6)
+    _limit_steps(axes, at)
     axes.set_ylim(0, float(base.max()) * 1.02 or 1.0)
     _legend(axes, reverse=True)
 
@@ -133,9 +140,9 @@ def _reward(axes: Axes, steps: Sequence[Step]) -> None:
         at,
         _floats(kept),
         color=FAIL,
-        linewidth=1.2,
+        linewidth=1.2 if len(at) <= MANY_STEPS else 0.7,
         marker="o",
-        markersize=2.5,
+        markersize=2.5 if len(at) <= MANY_STEPS else 0,
         alpha=0.9,
         label="kept (trained) attempts",
     )
@@ -152,7 +159,7 @@ def _reward(axes: Axes, steps: Sequence[Step]) -> None:
     axes.plot(at, _floats(rolling), color=PASS, linewidth=2.4, label=f"all verified, {ROLLING_STEPS}-step mean")
     infra = np.array([reward["infra_rate"] or 0.0 for reward in rewards])
     axes.bar(at, infra, 0.82, color=INFRA, alpha=0.75, linewidth=0, label="infra rate (not a reward)")
-    axes.set_xlim(at[0] - 0.6, at[-1] + 0.6)
+    _limit_steps(axes, at)
     values = [value for value in unfiltered + kept if value is not None]
     axes.set_ylim(min([0.0, *values]), max([1.0, *values]))
     _title(axes, "Reward before and after the filter")
