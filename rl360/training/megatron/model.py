@@ -12,21 +12,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl360.errors import BadInput
-from rl360.training.megatron import cpu_hook
-
-ON_CPU = cpu_hook.install()
-
-from megatron.core import parallel_state  # noqa: E402  (the hook must be in place before the first megatron import)
-from megatron.core.distributed import finalize_model_grads  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from rl360.training.megatron.modules import CausalAttention, RmsNorm  # noqa: E402
+from rl360.training.megatron import ON_CPU
+from rl360.training.megatron.modules import CausalAttention, RmsNorm
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 

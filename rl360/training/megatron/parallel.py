@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from rl360.errors import BadInput
-from rl360.training.megatron.model import ON_CPU, Layout, parallel_state
+from rl360.training.megatron import ON_CPU
+from rl360.training.megatron.model import Layout, parallel_state
 
 COLLECTIVE_DEADLINE_S = 600
 

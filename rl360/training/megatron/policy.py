@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from rl360.training.megatron import hf_map
-from rl360.training.megatron.hf_dir import read_tensors
-from rl360.training.megatron.model import ON_CPU, Layout, build_model, parallel_state, read_shape
-from rl360.training.megatron.modules import token_logprobs
-from rl360.training.packing import MicroBatch, TrainSequence, build, plan
-
-# isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from rl360.training.megatron import ON_CPU, hf_map
+from rl360.training.megatron.hf_dir import read_tensors
+from rl360.training.megatron.model import Layout, build_model, parallel_state, read_shape
+from rl360.training.megatron.modules import token_logprobs
+from rl360.training.packing import MicroBatch, TrainSequence, build, plan
 
 METRICS = ("loss", "weight", "clipped", "tis", "abs_dlogp", "entropy")
 MOMENTS = ("exp_avg", "exp_avg_sq")
