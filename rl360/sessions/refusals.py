@@ -26,6 +26,7 @@ class Refusal(StrEnum):
     OVER_BUDGET = "over_budget"
     CANNOT_MERGE = "cannot_merge"
     BAD_UPSTREAM = "bad_upstream"
+    NO_ENGINE = "no_engine"
     WRONG_VERSION = "wrong_version"
 
 
@@ -42,6 +43,7 @@ HTTP_STATUS: dict[Refusal, int] = {
     Refusal.OVER_BUDGET: 413,
     Refusal.CANNOT_MERGE: 422,
     Refusal.BAD_UPSTREAM: 502,
+    Refusal.NO_ENGINE: 502,
     Refusal.WRONG_VERSION: 502,
 }
 
@@ -60,4 +62,4 @@ class SessionRefusal(Rl360Error):
     @property
     def retry(self) -> bool:
         """Whether sending the same request again may succeed."""
-        return self.code in (Refusal.BAD_UPSTREAM, Refusal.WRONG_VERSION)
+        return self.code in (Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION)

@@ -99,7 +99,7 @@ class SessionService:
     upstream: Upstream
     upstream_url: str
     token: str
-    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    incarnation: str = field(default_factory=lambda: os.environ.get("RL360_INCARNATION") or uuid.uuid4().hex)
     turns: int = 0
     disconnects: int = 0
     refused: Counter[str] = field(default_factory=Counter)

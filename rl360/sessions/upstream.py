@@ -2,8 +2,8 @@
 
 Every field that decides what is sampled is assigned here, outright. The reply is taken only when it answers exactly
 what was asked: same prompt ids, one log-probability per sampled id, a finish reason, a weight version for every id.
-Anything else, an abort, an error status or a missed deadline is `bad_upstream` and nothing is recorded. Only a refused
-connection is tried again: once bytes were sent the engine may have sampled.
+Anything else, an abort, an error status or a missed deadline is `bad_upstream` and nothing is recorded; nobody there to
+ask is `no_engine`. Only a refused connection is tried again: once bytes were sent the engine may have sampled.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rl360.sessions.core import Completion, PreparedTurn, Sampling
 from rl360.sessions.refusals import Refusal, SessionRefusal
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
+_GATEWAY_ERROR_HEADER = "x-smg-error-code"  # model_not_found: the gateway has no worker at all
 CONNECT_TRIES = 3
 MAX_CONCURRENT = 128
 MAX_REPLY_BYTES = 64 << 20
@@ -54,8 +55,12 @@ class Upstream:
                 response = await self._post(body, headers)
         except (TimeoutError, httpx.TimeoutException):
             raise _bad(f"no reply from {self._url} within {self._deadline_s:g} s") from None
+        except httpx.ConnectError as error:
+            raise _no_engine(f"{self._url} refused {CONNECT_TRIES} connections ({error})") from None
         except httpx.HTTPError as error:
             raise _bad(f"{self._url}: {type(error).__name__} {str(error)[:200]}") from None
+        if response.status_code == 503 or response.headers.get(_GATEWAY_ERROR_HEADER) == "model_not_found":
+            raise _no_engine(f"{self._url} has no engine to ask ({response.status_code}: {response.text[:200]})")
         if response.status_code != 200:
             raise _bad(f"{self._url} answered {response.status_code}: {response.text[:300]}")
         if len(response.content) > MAX_REPLY_BYTES:
@@ -161,6 +166,10 @@ def _spans(meta: dict[str, Any], length: int) -> tuple[tuple[int, int, str], ...
 
 def _length(value: Any) -> str:
     return str(len(value)) if isinstance(value, list) else type(value).__name__
+
+
+def _no_engine(problem: str) -> SessionRefusal:
+    return SessionRefusal(Refusal.NO_ENGINE, problem)
 
 
 def _bad(problem: str) -> SessionRefusal:

@@ -304,6 +304,7 @@ def _top(**changes: Any) -> Any:
 BAD_REPLIES: dict[str, Any] = {
     "status 400": lambda body: (400, b'{"error": "no"}'),
     "status 500": lambda body: (500, b""),
+    "status 503": lambda body: (503, b"no worker"),
     "not json": lambda body: (200, b"{"),
     "a list": lambda body: [1],
     "no meta": lambda body: {"output_ids": [2]},
@@ -337,7 +338,7 @@ def test_bad_upstream_replies_record_nothing(bench: Bench, name: str) -> None:
     before = state_of(session)
     bench.engine.script = BAD_REPLIES[name]
     reply = bench.chat(session_id, CHAT)
-    code = "wrong_version" if name == "another version" else "bad_upstream"
+    code = {"another version": "wrong_version", "status 503": "no_engine"}.get(name, "bad_upstream")
     assert (reply.status_code, reply.json()["error"]["code"]) == (502, code), reply.text
     assert state_of(session) == before
     bench.engine.script = engine_reply
@@ -360,8 +361,8 @@ def test_a_refused_connection_is_tried_again_and_then_502() -> None:
         bench.service.upstream._url = httpx.URL(f"http://127.0.0.1:{taken.getsockname()[1]}/generate")
         session_id, _ = bench.create()
         reply = bench.chat(session_id, CHAT)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_upstream")
-        assert "ConnectError" in reply.json()["error"]["message"]
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "no_engine")
+        assert "refused 3 connections" in reply.json()["error"]["message"]
         assert reply.headers.get("x-should-retry") is None
         threading.Timer(0.15, taken.listen).start()  # from now on it accepts, and never answers: no second send
         bench.service.upstream._deadline_s = 1.0
