@@ -103,7 +103,7 @@ async def _sample(context: AgentContext, messages: list[dict[str, Any]]) -> dict
     """One turn from the session; None when the sequence is full. The same body again is safe: a failed call recorded
     nothing, and a call whose reply was lost is refused as bad history."""
     body = orjson.dumps(
-        {"model": context.model, "messages": messages, "tools": [TOOL], **dict(context.sampling_params)}
+        {**dict(context.sampling_params), "model": context.model, "messages": messages, "tools": [TOOL]}
     )
     started = time.monotonic()
     try:

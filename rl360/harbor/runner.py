@@ -22,7 +22,7 @@ from rl360.harbor.outcome import RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_
 from rl360.harbor.protocol import Cleanup, Phases, RunReply, RunRequest, SandboxLimits
 from rl360.harbor.task import Task, load_task
 from rl360.harbor.verdict import Verdict
-from rl360.harbor.verifier import VerifyOrder, verify
+from rl360.harbor.verifier import Verification, VerifyOrder, verify
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.sandboxes.provider import (
     ExecResult,
@@ -268,7 +268,10 @@ class Runner:
             start_timeout_s=VERIFIER_START_S,
         )
         with attempt.timed("verify"):
-            result = await verify(self.provider, order, attempt.stops)
+            try:
+                result = await verify(self.provider, order, attempt.stops)
+            except OSError as error:  # the host's disk or descriptors: the verifier did not speak
+                result = Verification(None, Outcome.VERIFIER_ERROR, f"host: {error}")
         attempt.verdict, attempt.problem, attempt.verifier_log = result.verdict, result.problem, result.log
         if result.problem is not None:
             attempt.failure_phase = "verify"

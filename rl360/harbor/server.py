@@ -96,17 +96,21 @@ class Attempts:
             return known[1]
         entry = self._open.get(key)
         if entry is None:
-            if self.waiting >= self.queue_limit:
-                raise QueueFull(f"{self.waiting} attempts wait, limit {self.queue_limit}; try later or raise it")
+            self._require_room()
             prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents)
             entry = self._open.get(key)
         if entry is None:
+            self._require_room()
             attempt = Attempt(request)
             entry = Entry(attempt, asyncio.create_task(self._carry(prepared, attempt)), owner)
             self._open[key] = entry
         _same(entry.attempt.request, request)
         # shielded: the attempt belongs to the server, not to the connection
         return await asyncio.shield(entry.job)
+
+    def _require_room(self) -> None:
+        if len(self._open) >= self.max_concurrent + self.queue_limit:
+            raise QueueFull(f"{self.waiting} attempts wait, limit {self.queue_limit}; try later or raise --queue-limit")
 
     async def _carry(self, prepared: Prepared, attempt: Attempt) -> RunReply:
         request = prepared.request
@@ -322,7 +326,15 @@ def main(argv: list[str] | None = None) -> None:
         app = make_app(provider, agents_of(args.agent), args, token)
     except Rl360Error as error:
         raise SystemExit(f"sandbox server: {error}") from None
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=75, backlog=4096)
+    uvicorn.run(
+        app,
+        host=args.host,
+        port=args.port,
+        log_level="warning",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=2,
+        backlog=4096,
+    )
 
 
 if __name__ == "__main__":

@@ -181,13 +181,18 @@ class BubblewrapProvider:
             raise SandboxStartError(f"cgroup {name}: {error.strerror}; another sandbox of this name?") from None
         record = {"name": spec.name, "labels": dict(spec.labels), "cgroups": [str(path) for path in group.paths]}
         (spec.workspace.path / f"{name}.json").write_bytes(orjson.dumps(record))
-        return await launch(
-            spec,
-            group,
-            lambda info_fd: self._argv(spec, group.joins, info_fd),
-            self._environment(spec),
-            self._first_line(spec),
-        )
+        try:
+            return await launch(
+                spec,
+                group,
+                lambda info_fd: self._argv(spec, group.joins, info_fd),
+                self._environment(spec),
+                self._first_line(spec),
+            )
+        except (SandboxStartError, OSError) as error:
+            left = cgroups.remove(group)
+            unclean = f"; cgroups left: {', '.join(map(str, left))}" if left else ""
+            raise SandboxStartError(f"{error}{unclean}") from None
 
     async def reap(self) -> list[str]:
         """End and remove what a dead server left under this root. A folder whose processes stay is kept and named."""

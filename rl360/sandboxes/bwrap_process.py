@@ -28,6 +28,7 @@ PIPE_BYTES = 65_536
 MAX_LINE_BYTES = 60_000  # one write must fit the empty command pipe
 MAX_UPLOAD_BYTES = 64 << 20
 FLOOD_BYTES = 16 << 20  # a command that prints more is ended: reading it would cost the host
+STALE_READS = 32  # a background flood is not read to its end here: it becomes the next command's
 KILL_GRACE_S = 3.0
 NS_GET_USERNS = 0xB701
 TIMED_OUT, FLOODED, KILLED = 124, 137, 137
@@ -115,9 +116,9 @@ class BwrapSandbox:
     async def _answer(self, expects: str, timeout_s: float) -> str:
         self._expects = expects
         self._waiting = self._loop.create_future()
-        if self._process.poll() is not None:
-            raise self._gone()
         try:
+            if self._process.poll() is not None:
+                raise self._gone()
             async with asyncio.timeout(timeout_s):
                 return await self._waiting
         finally:
@@ -134,8 +135,9 @@ class BwrapSandbox:
         line = f'{shell}; echo "{tag}$?" >&2\n'.encode()
         if len(line) > MAX_LINE_BYTES:
             return _refused(f"command too long: {len(line)} bytes quoted, limit {MAX_LINE_BYTES}")
-        while _read(self._output):  # what background processes printed since the last command
-            continue
+        for _ in range(STALE_READS):  # what background processes printed since the last command
+            if not _read(self._output):
+                break
         self._collected.clear()
         self._seen_bytes, self._cap_bytes, self._flood_bytes = 0, cap, flood
         started, timed_out = time.monotonic(), False
@@ -208,8 +210,8 @@ class BwrapSandbox:
                 process.wait()
 
     async def exec(self, command: str, timeout_s: float, cap_bytes: int | None = None) -> ExecResult:
-        if "\x00" in command:
-            return _refused("command holds a NUL byte")
+        if "\x00" in command or not _encodable(command):
+            return _refused("command holds a NUL byte or is not UTF-8")
         cap = self.spec.limits.output_bytes if cap_bytes is None else cap_bytes
         return await self._run(f"bash -c {shlex.quote(command)} </dev/null 2>&1", timeout_s, cap, FLOOD_BYTES)
 
@@ -303,10 +305,8 @@ async def launch(
     first_line: str,
 ) -> BwrapSandbox:
     """Start bwrap and wait for its PID 1; on any failure end and remove what was made and raise `SandboxStartError`."""
-    command_r, command_w = os.pipe()
-    output_r, output_w = os.pipe()
-    answer_r, answer_w = os.pipe()
-    info_r, info_w = os.pipe()
+    pipes = _pipes(4)
+    (command_r, command_w), (output_r, output_w), (answer_r, answer_w), (info_r, info_w) = pipes
     for fd in (command_w, output_r, answer_r, info_r):
         os.set_blocking(fd, False)
     try:
@@ -323,12 +323,18 @@ async def launch(
     except OSError as error:
         for fd in (command_w, output_r, answer_r, info_r):
             os.close(fd)
-        cgroups.remove(group)
         raise SandboxStartError(f"sandbox {spec.name}: bwrap did not start: {error}") from None
     finally:
         for fd in (command_r, output_w, answer_w, info_w):
             os.close(fd)
-    sandbox = BwrapSandbox(spec, group, process, (command_w, output_r, answer_r))
+    try:
+        sandbox = BwrapSandbox(spec, group, process, (command_w, output_r, answer_r))
+    except OSError as error:  # no descriptor left for a pidfd
+        process.kill()
+        process.wait()
+        for fd in (command_w, output_r, answer_r, info_r):
+            os.close(fd)
+        raise SandboxStartError(f"sandbox {spec.name}: {error}") from None
     try:
         await sandbox.start(info_r, first_line)
     except BaseException as error:  # cancellation too: whatever ends a start, nothing of it may stay
@@ -343,6 +349,18 @@ async def launch(
     return sandbox
 
 
+def _pipes(count: int) -> list[tuple[int, int]]:
+    made: list[tuple[int, int]] = []
+    try:
+        made.extend(os.pipe() for _ in range(count))
+    except OSError:
+        for ends in made:
+            for fd in ends:
+                os.close(fd)
+        raise
+    return made
+
+
 def _spawn(argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a process from this thread on purpose: --die-with-parent follows the thread that started bwrap, and a
     vfork costs the loop less than a thread hop or asyncio's child watcher would."""
@@ -351,6 +369,14 @@ def _spawn(argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
 
 def _refused(reason: str) -> ExecResult:
     return ExecResult(126, reason.encode(), len(reason), 0.0)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(data: bytes) -> str:

@@ -100,8 +100,8 @@ def remove_tree(path: Path, deadline_s: float = 30.0) -> str | None:
     try:
         for argv in (["chmod", "-R", "u+rwX", str(path)], ["rm", "-rf", "--one-file-system", str(path)]):
             subprocess.run(argv, timeout=deadline_s, capture_output=True, check=False)
-    except subprocess.TimeoutExpired:
-        return f"{path}: not deleted within {deadline_s:g} s"
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return f"{path}: not deleted: {error}"
     return f"{path}: could not be deleted" if os.path.lexists(path) else None
 
 

@@ -661,11 +661,11 @@ def test_queue_has_its_own_clock_and_limit(tmp_path: Path, sessions: ScriptedSes
     small.start()
     try:
         with ThreadPoolExecutor(4) as pool:
-            first = pool.submit(play, small, sessions, task, "q0", Bash("sleep 2"), Say("done"))
-            time.sleep(0.6)
+            first = pool.submit(play, small, sessions, task, "q0", Bash("sleep 3"), Say("done"))
+            time.sleep(0.8)
             second = pool.submit(play, small, sessions, task, "q1", Say("done"), agent_timeout_s=1.0)
-            third = pool.submit(play, small, sessions, task, "q2", Say("done"), queue_timeout_s=0.3)
-            time.sleep(0.2)
+            third = pool.submit(play, small, sessions, task, "q2", Say("done"), queue_timeout_s=1.0)
+            time.sleep(0.4)
             full = small.post("/run", request_for(task, "q3", "http://127.0.0.1:9/x"))
             assert full.status_code == 503 and "limit 2" in full.text
             assert first.result().phases.queue < 1
@@ -708,6 +708,16 @@ def test_a_killed_server_leaves_nothing_after_its_restart(
         assert "left by an earlier server" in doomed.log() and "gone" in doomed.log()
         body["base_url"] = sessions.add("doomed-again", Bash("cp hint.txt answer"), Say("done"))
         assert doomed.run(body).outcome == "passed"
+        body = request_for(task, "stopped", sessions.add("stopped", Bash(stubborn)))
+        with ThreadPoolExecutor(1) as pool:
+            lost = pool.submit(doomed.post, "/run", body)
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline and not sleepers():
+                time.sleep(0.05)
+            assert sleepers()
+            doomed.stop()
+            assert lost.exception() is not None or lost.result().status_code >= 500
+        assert sleepers() == [] and doomed.live() == []
     finally:
         doomed.stop()
 
