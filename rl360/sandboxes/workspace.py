@@ -14,6 +14,7 @@ import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 from rl360.errors import BadInput
 
@@ -70,8 +71,7 @@ def publish_tree(source: Path, target: Path) -> None:
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    remove_tree(partial)
+    partial = target.with_name(f".{target.name}.{uuid4().hex}")  # attempts of a group publish the same at once
     copy_tree(source, partial, None)
     try:
         partial.rename(target)
@@ -168,7 +168,7 @@ def make_etc(target: Path, uid: int) -> None:
     """A small /etc for sandboxes: no host secrets, the user's name, and what dynamic linking and tools need."""
     if target.exists():
         return
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = target.with_name(f".{target.name}.{uuid4().hex}")
     partial.mkdir(parents=True)
     (partial / "passwd").write_text(f"root:x:0:0:root:/root:/bin/sh\nagent:x:{uid}:{uid}:agent:/home/agent:/bin/bash\n")
     (partial / "group").write_text(f"root:x:0:\nagent:x:{uid}:\n")

@@ -177,15 +177,17 @@ while True:
             time.sleep(60)
             os._exit(0)
     except OSError:
+        open("full", "w")
         time.sleep(0.001)
 E
-(setsid python3 hog.py >/dev/null 2>&1 &); sleep 1"""
+(setsid python3 hog.py >/dev/null 2>&1 &); while [ ! -e full ]; do :; done"""
 
 
 @needs_cgroups
 def test_exhausted_pids_are_the_policys_doing(tmp_path: Path) -> None:
     async def body(sandbox: Any) -> None:
-        await sandbox.exec(HOG, 10)
+        await sandbox.exec(HOG, 20)
+        await asyncio.sleep(0.5)  # the slot of the command itself is taken next
         with pytest.raises(SandboxGone, match="limit hit: pids") as caught:
             await sandbox.exec("true", 5)
         assert caught.value.by_contents
@@ -573,7 +575,8 @@ def test_verifier_files_are_read_only_and_fresh(server: Server, sessions: Script
 
 @needs_cgroups
 def test_exhausting_the_sandbox_is_scored_not_masked(server: Server, sessions: ScriptedSessions, task: Path) -> None:
-    reply = play(server, sessions, task, "hog", Bash(HOG), Bash("true"), Bash("true"), limits={"pids": 16})
+    turns = (Bash(HOG), *[Bash("read -t 0.3 < <(:); true")] * 4)
+    reply = play(server, sessions, task, "hog", *turns, limits={"pids": 16})
     assert (reply.outcome, reply.reward, reply.exit_status) == ("failed", 0.0, "SandboxLimitExceeded")
     assert reply.cleanup.confirmed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_publish_is_made_once(tmp_path: Path) -> None:
     publish_tree(tmp_path / "s", tmp_path / "shared" / "d")
     assert (tmp_path / "shared" / "d" / "f").read_text() == "1"
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["d"]
+
+
+def test_publish_by_many_at_once(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    for name in range(50):
+        (tmp_path / "s" / str(name)).write_text("1")
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(publish_tree, tmp_path / "s", tmp_path / "shared" / "d") for _ in range(16)]:
+            done.result()
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["d"]
+    assert len(list((tmp_path / "shared" / "d").iterdir())) == 50
 
 
 def test_remove_follows_no_link_and_survives_hostile_trees(tmp_path: Path) -> None:
