@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import httpx
@@ -87,6 +88,13 @@ class GatewayClient:
                         f"gateway {self.url}: adding {engine_url} answered {reply.status_code}: {reply.text[:200]}"
                     )
             await asyncio.sleep(_POLL_S)
+
+    async def keep_only(self, engine_urls: Collection[str], deadline_s: float) -> list[str]:
+        """Take every other engine out, those nobody configured any more included. Returns the removed."""
+        others = [worker.url for worker in await self.workers() if worker.url not in engine_urls]
+        for url in others:
+            await self.remove(url, deadline_s)
+        return others
 
     async def remove(self, engine_url: str, deadline_s: float) -> bool:
         """Take an engine out and wait until it gets no new requests. False when it was not in."""

@@ -193,7 +193,7 @@ class _Push:
         """Whether every reachable engine is one the record confirmed, holds it now, and gets traffic."""
         confirmed = {engine.identity.url: engine.identity for engine in record.serving}
         probes = await probe_fleet([self.client(url) for url in self.services.engine_urls], self.probe_deadline_s)
-        holding = 0
+        holding: set[str] = set()
         for probe in probes:
             if probe.identity is None and not probe.silent:
                 continue  # down, or still starting: it joins at a later push
@@ -209,8 +209,9 @@ class _Push:
             if checksum_digest(held) != record.checksum:
                 return False
             await self.gateway.add(probe.url, GATEWAY_DEADLINE_S)
-            holding += 1
-        return holding >= self.config.min_engines
+            holding.add(probe.url)
+        await self.gateway.keep_only(holding, GATEWAY_DEADLINE_S)
+        return len(holding) >= self.config.min_engines
 
     async def settle(self, intents: list[fence.Intent], probes: list[Probe]) -> set[tuple[str, str]]:
         """Account for every receiver of every unfinished push: gone, or answering as the same incarnation: those."""
@@ -250,11 +251,11 @@ class _Push:
             await asyncio.sleep(1.0)
             probes = await probe_fleet([self.client(url) for url in self.services.engine_urls], self.probe_deadline_s)
         inside = {member.url for member in members}
+        await self.gateway.keep_only(inside, GATEWAY_DEADLINE_S)
         for probe in probes:
             if probe.url in inside:
                 continue
             self.absent.append(probe.url)
-            await self.gateway.remove(probe.url, GATEWAY_DEADLINE_S)
             if probe.silent or probe.identity is not None:
                 # stuck, or declared gone by a person; no receiver of an open push, so its end needs no proof
                 await end_tree(await asyncio.to_thread(tree_of_url, probe.url), END_DEADLINE_S)

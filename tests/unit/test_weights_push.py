@@ -418,3 +418,12 @@ def test_the_steps_record_is_written_once(world: World) -> None:
     assert world.push(0) == first  # pushed again, epoch 2, but the step's record stays
     assert fence.read_end(world.store, 2).status is PushStatus.CONFIRMED  # type: ignore[union-attr]
     assert len(world.trainer.plans) == 2
+
+
+def test_an_engine_nobody_configured_gets_no_traffic(world: World) -> None:
+    """It may hold any version: a push, or the check that opens a step, takes it out of the gateway."""
+    ours = sorted(engine.url for engine in world.engines)
+    for act in (lambda: world.push(0), lambda: world.ensure(1)):
+        world.gateway.answer("POST", "/workers", {"url": "http://127.0.0.1:9"})
+        act()
+        assert world.gateway.urls() == ours
