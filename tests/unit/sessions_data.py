@@ -50,7 +50,10 @@ def build_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = ["Use bash.\n# bash(command)\nassistant user system tool echo hello > hello.txt cat done ok (exit 1)"] * 20
+    corpus = [
+        "Use bash.\n# bash(command)\nassistant user system tool echo hello > hello.txt cat done ok (exit 1)",
+        "\n\n\n\n x\n\n y",
+    ] * 20
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False

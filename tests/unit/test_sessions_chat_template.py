@@ -83,10 +83,12 @@ def test_transformers_renders_the_same_ids(messages: tuple, tools: tuple, genera
 
 @pytest.mark.parametrize(("messages", "tools"), CONVERSATIONS)
 def test_longer_history_only_appends(messages: tuple, tools: tuple) -> None:
-    longer = (*messages, Message("assistant", "  x", (_call("ls"),)), Message("tool", "out"), Message("user", "go on"))
+    # a text whose first character has a token together with the header's last one
+    assert len(encode_turn("\n\n")) == 1
+    longer = (*messages, Message("assistant", "\n x", (_call("ls"),)), Message("tool", "out"), Message("user", "go on"))
     before = template().render_prompt(messages, tools).tolist()
     after = template().render_prompt(longer, tools).tolist()
-    sampled = encode_turn("  x" + call_turn("ls"))
+    sampled = encode_turn("\n x" + call_turn("ls"))
     delta = template().render_delta(longer[-2:]).tolist()
     assert after == before + sampled + delta
     assert len(after) > len(before)

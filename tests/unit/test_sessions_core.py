@@ -64,6 +64,12 @@ def test_history_compares_by_meaning() -> None:
     assert session.plan((*OPENING, echoed, Message("tool", "ok")), BASH).base == session.turns[-1].end
 
 
+def test_tool_arguments_compare_as_values() -> None:
+    one = ToolCall.make("c", "edit", {"path": "p", "text": "t"})
+    assert one == ToolCall.make("c", "edit", {"text": "t", "path": "p"})
+    assert one != ToolCall.make("c", "edit", {"text": "t", "path": "q"})
+
+
 def test_divergence_names_the_place() -> None:
     session, history = _two_turns()
     more = Message("user", "again")
