@@ -12,7 +12,7 @@ import orjson
 
 from rl360.errors import ServiceError
 
-_POLL_S = 0.1
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)

@@ -133,13 +133,14 @@ def test_gateway_adds_removes_and_adds_a_draining_one_again(gateway: FakeGateway
         async with open_http() as http:
             client = GatewayClient(gateway.url, http)
             url = "http://127.0.0.1:1234"
+            gateway.drain_s = 1.0
             assert not await client.remove(url, 2.0)
             assert (await client.add(url, 2.0)).usable
             await client.add(url + "/", 2.0)
             assert gateway.added == [url]
             assert await client.remove(url, 2.0)
             assert (await client.find(url)).status == "draining"  # type: ignore[union-attr]
-            await client.add(url, 3.0)
+            await client.add(url, 10.0)
             assert gateway.urls() == [url]
 
     asyncio.run(go())

@@ -21,7 +21,8 @@ from rl360.weights import fence, push
 from rl360.weights.messages import PushRecord, PushStatus, loading_mark
 from rl360.weights.plan import group_name
 
-CONFIG = PushConfig(call_deadline_s=0.6, bucket_bytes=1024)
+CONFIG = PushConfig(call_deadline_s=1.0, bucket_bytes=1024)
+SHORT = CONFIG.model_copy(update={"call_deadline_s": 0.5})
 RUN = "demo"
 
 
@@ -274,19 +275,19 @@ def test_unproven_end_refuses_for_good_until_a_person_confirms(world: World) -> 
     bad, good = world.engines
     bad.faults["/pause_generation"] = "hang"
     with pytest.raises(CleanupUnconfirmed, match=r"rl360 fleet confirm-gone http://127"):
-        world.push(0)
+        world.push(0, SHORT)
     assert not good.paused
     assert bad.url not in world.gateway.urls()
     bad.faults = {"*": "hang"}
     for _ in range(2):  # a retry meets the fence before it touches anything
         before = len(good.calls)
         with pytest.raises(CleanupUnconfirmed, match="does not answer as that incarnation"):
-            world.push(0)
+            world.push(0, SHORT)
         assert {path for path, _ in good.calls[before:]} <= {"/server_info", "/model_info"}
     assert any("/unconfirmed/" in key for key in world.store.objects)
     words = fence.confirm_gone(world.store, bad.url, "pod deleted", "someone")
     assert [word.url for word in words] == [bad.url]
-    record = world.push(0)
+    record = world.push(0, SHORT)
     assert record.absent == (bad.url,)
     assert_serving(world, good, "demo:1")
     assert fence.open_intents(world.store) == []
