@@ -101,12 +101,11 @@ def sandboxes_of(home: Path, rows: dict[int, Process]) -> set[int]:
 
 
 def rss_bytes(group: int) -> int:
-    """Memory of a process group: shared pages counted once (Pss), or resident pages where Pss may not be read."""
-    total = 0
-    for row in table().values():
-        if row.group == group:
-            total += _pss_bytes(row.pid)
-    return total
+    """Memory of a service: its group and all descendants, shared pages counted once (Pss), or resident where that may
+    not be read."""
+    rows = table()
+    members = {row.pid for row in rows.values() if row.group == group}
+    return sum(_pss_bytes(pid) for pid in descendants(members, rows))
 
 
 def _pss_bytes(pid: int) -> int:

@@ -29,6 +29,7 @@ from rl360.config.services import Services
 OPTIONS_FILE = "up.json"
 LOCK_FILE = "supervisor.lock"
 MAX_FAST_DEATHS = 5
+MAX_FIRST_DEATHS = 2  # of a service that was never ready: starting it again and again only takes the cores
 FAST_DEATH_S = 20.0
 REFUSED_EXIT = 2  # bad usage: starting again cannot help
 BACKOFF_MAX_S = 15.0
@@ -102,7 +103,7 @@ class Supervisor:
 
     async def keep(self, spec: Spec) -> None:
         """One service's life: wait for what it needs, start, probe, watch, start again."""
-        fast_deaths = 0
+        fast_deaths, ever_ready = 0, False
         while True:
             for name in spec.after:
                 await self.ready[name].wait()
@@ -116,13 +117,15 @@ class Supervisor:
                 self.ready[spec.name].set()
                 return
             if problem is None:
+                ever_ready = True
                 self.ready[spec.name].set()
                 problem = await self.watch(spec, process)
             self.ready[spec.name].clear()
             await self.bury(spec, process)
             fast_deaths = fast_deaths + 1 if time.monotonic() - ready_s < FAST_DEATH_S else 0
             restarts = self.state.services[spec.name].restarts
-            if fast_deaths >= MAX_FAST_DEATHS or (process.returncode == REFUSED_EXIT and not was_ready):
+            limit = MAX_FAST_DEATHS if ever_ready else MAX_FIRST_DEATHS
+            if fast_deaths >= limit or (process.returncode == REFUSED_EXIT and not was_ready):
                 times = f"{fast_deaths} deaths in a row" if fast_deaths > 1 else "it refuses its options"
                 detail = f"{problem} ({times}, given up): {last_line(self.log_path(spec.name))}"
                 self.note(spec.name, status=Status.FAILED, detail=detail, pid=None)

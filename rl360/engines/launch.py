@@ -1,9 +1,9 @@
 """Start one SGLang engine: the only launcher, on a laptop's CPU and on a GPU.
 
-Contract: `python -m rl360.engines.launch --model DIR --port P` serves until it is signalled and takes its children with it. Without a CUDA
-device the CPU stand-ins are installed first; they must also be in every process that SGLang spawns, and spawning re-runs this module
-under the name `__mp_main__`, so they are installed at top level under both names. The GPU path is the plain SGLang server with its own
-defaults; it has not been run on a GPU here.
+Contract: `python -m rl360.engines.launch --model DIR --port P` serves until it is signalled and takes its children with
+it. Without a CUDA device the CPU stand-ins are installed first. A process that SGLang spawns re-runs this module under
+the name `__mp_main__`, so they are installed at top level under both names. The GPU path is the plain SGLang server
+with its own defaults; it has not been run on a GPU here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# 32 concurrent requests of 512 tokens fill 16,384; twice that leaves room for the prefixes that the radix cache keeps between turns.
+# 32 concurrent requests of 512 tokens fill 16,384; twice that leaves room for the prefixes kept between turns.
 MAX_TOTAL_TOKENS = 32_768
 MAX_RUNNING_REQUESTS = 48
-CONTEXT_LENGTH = 4_096
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class EngineOptions:
     host: str = "127.0.0.1"
     seed: int = 0
     tp: int = 1
-    context_length: int = CONTEXT_LENGTH
+    context_length: int = 0  # 0: what the model's config says
     max_total_tokens: int = MAX_TOTAL_TOKENS
     max_running_requests: int = MAX_RUNNING_REQUESTS
     routed_experts: bool = False
@@ -57,7 +56,7 @@ def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampler")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (GPU only)")
-    parser.add_argument("--context-length", type=int, default=CONTEXT_LENGTH)
+    parser.add_argument("--context-length", type=int, default=0, help="longest sequence (0: the model's own limit)")
     parser.add_argument("--max-total-tokens", type=int, default=MAX_TOTAL_TOKENS, help="size of the KV pool on a CPU")
     parser.add_argument("--max-running-requests", type=int, default=MAX_RUNNING_REQUESTS)
     parser.add_argument("--routed-experts", action="store_true", help="return the experts each token was routed to")
@@ -82,9 +81,11 @@ def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
 
 
 def sglang_argv(options: EngineOptions, cpu: bool) -> list[str]:
-    """SGLang's own flags for these options. `--skip-server-warmup`: the first push confirms the engine, and a warm-up costs seconds."""
+    """SGLang's own flags. No warm-up request: it costs seconds, and the first push confirms the engine anyway."""
     argv = ["--model-path", options.model_dir, "--host", options.host, "--port", str(options.port)]
-    argv += ["--random-seed", str(options.seed), "--dtype", "bfloat16", "--context-length", str(options.context_length)]
+    argv += ["--random-seed", str(options.seed), "--dtype", "bfloat16"]
+    if options.context_length:
+        argv += ["--context-length", str(options.context_length)]
     argv += [
         "--max-running-requests",
         str(options.max_running_requests),

@@ -17,7 +17,7 @@ import pytest
 from infra.local import proc
 
 pytestmark = pytest.mark.chaos
-PORT_BASE = 21_700
+PORT_BASE = 21_300
 ONLY = "s3,gateway"
 
 
