@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl360.engines.fleet import EngineIdentity
@@ -47,6 +47,7 @@ def models(draw: st.DrawFn) -> list[TensorSpec]:
     ]
 
 
+@settings(max_examples=40)
 @given(models(), st.integers(1, 20_000))
 def test_each_tensor_once_fused_together_and_bounded(model: list[TensorSpec], bucket_bytes: int) -> None:
     buckets = fill_buckets(model, bucket_bytes)
@@ -70,6 +71,7 @@ def engines(*marks: str, epoch: int = 1) -> EngineSet:
     return EngineSet(epoch=epoch, engines=members)
 
 
+@settings(max_examples=40)
 @given(models(), st.lists(st.text("abcdef", min_size=1), min_size=1, max_size=4), st.integers(1, 10**6))
 def test_plan_is_a_function_of_its_inputs_and_survives_the_wire(
     model: list[TensorSpec], marks: list[str], bucket_bytes: int
@@ -92,6 +94,7 @@ def test_group_changes_with_the_set_only() -> None:
     assert len(names) == 4
 
 
+@settings(max_examples=40)
 @given(models())
 def test_a_tensor_named_twice_is_refused(model: list[TensorSpec]) -> None:
     with pytest.raises(BadInput, match="appears twice"):
