@@ -47,9 +47,9 @@ class Recipe:
 
     right_share: float = 0.4
     demonstrations: int = 3200
-    steps: int = 220
+    steps: int = 160
     batch_size: int = 32
-    lr: float = 1e-3
+    lr: float = 2e-3
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
