@@ -12,10 +12,11 @@ from safetensors.numpy import save_file
 from rl360.store.codec import pack
 
 VOCAB, HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN = 512, 64, 2, 4, 2, 16, 128
+EXPERT_FFN = 32
 
 
-def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Config and random weights; `changes` go into config.json."""
+def write_model(folder: Path, seed: int = 0, experts: int = 0, **changes: Any) -> Path:
+    """Config and random weights, dense or with `experts`; `changes` go into config.json."""
     rng = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> np.ndarray:
@@ -36,10 +37,17 @@ def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
             at + "self_attn.k_proj.weight": matrix(GROUPS * HEAD_DIM, HIDDEN),
             at + "self_attn.v_proj.weight": matrix(GROUPS * HEAD_DIM, HIDDEN),
             at + "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
-            at + "mlp.gate_proj.weight": matrix(FFN, HIDDEN),
-            at + "mlp.up_proj.weight": matrix(FFN, HIDDEN),
-            at + "mlp.down_proj.weight": matrix(HIDDEN, FFN),
         }
+        mlps = [("mlp.", FFN)]
+        if experts:
+            tensors[at + "mlp.gate.weight"] = matrix(experts, HIDDEN)
+            mlps = [(f"mlp.experts.{e}.", EXPERT_FFN) for e in range(experts)]
+        for prefix, width in mlps:
+            tensors |= {
+                at + prefix + "gate_proj.weight": matrix(width, HIDDEN),
+                at + prefix + "up_proj.weight": matrix(width, HIDDEN),
+                at + prefix + "down_proj.weight": matrix(HIDDEN, width),
+            }
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -58,6 +66,17 @@ def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
         "attention_bias": False,
         "dtype": "float32",
     }
+    if experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": EXPERT_FFN,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | changes))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
