@@ -18,8 +18,8 @@ from infra.local import checks, cleanup, proc
 from infra.local.plan import REPO_ROOT, UpOptions, addresses, base_env, build_specs
 from infra.local.state import GOOD, Status, SupervisorState, read_state, write_atomic
 from infra.local.supervisor import OPTIONS_FILE
-from rl360.config.services import Secrets
-from rl360.errors import BadInput, Rl360Error
+from rl360.config.services import Secrets, load_services
+from rl360.errors import Rl360Error
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
@@ -38,12 +38,13 @@ class DownReport:
 
 
 def default_model(home: Path) -> str:
-    """The only model under `home`/models; empty when there is none, so that the check that needs one says so."""
-    found = sorted(path.parent for path in (home / "models").glob("*/config.json") if path.parent.name[0] != ".")
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise BadInput(f"{home / 'models'} holds {len(found)} models ({names}); choose one with --model DIR")
-    return str(found[0]) if found else str(home / "models")
+    """The model last used in `home`, else the newest in its models folder, else that folder, which a check refuses."""
+    found = [path.parent for path in (home / "models").glob("*/config.json") if path.parent.name[0] != "."]
+    with contextlib.suppress(Rl360Error):
+        last = Path(load_services(home).model_dir)
+        if (last / "config.json").is_file():
+            return str(last)
+    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else str(home / "models")
 
 
 def make_secrets(home: Path) -> Secrets:

@@ -6,11 +6,15 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rl360.errors import BadInput, Rl360Error
+
+if TYPE_CHECKING:
+    from infra.local.plan import UpOptions
+    from infra.local.state import SupervisorState
 
 HomeOption = Annotated[
     Path | None, typer.Option("--home", help="Folder of all local state (default: $RL360_HOME or .rl360).")
@@ -44,7 +48,10 @@ def _port_choices(items: list[str]) -> dict[str, int]:
 
 def up(
     model: Annotated[
-        Path | None, typer.Option(help="Hugging Face directory of the policy (default: the only one in HOME/models).")
+        Path | None,
+        typer.Option(
+            help="Hugging Face directory of the policy (default: the last used, else the newest in HOME/models)."
+        ),
     ] = None,
     engines: Annotated[int, typer.Option(min=1, max=64, help="SGLang engines.")] = 2,
     sessions: Annotated[int, typer.Option(min=1, max=64, help="Session servers.")] = 1,
@@ -77,6 +84,25 @@ def up(
         seed=seed,
         routed_experts=routed_experts,
     )
+    state = bring_up(options, timeout)
+    if as_json:
+        typer.echo((folder / "services.json").read_text())
+    elif "prefect" in state.services:
+        _Screen().say(f"Prefect UI: {state.ui_url}")
+
+
+def ensure_up(model: Path, timeout: float = 420.0) -> None:
+    """The services of the default home, all up: those that run already whatever their options, else the defaults."""
+    from infra.local.plan import UpOptions
+
+    bring_up(UpOptions(home=str(_home(None)), model_dir=str(model.absolute())), timeout)
+
+
+def bring_up(options: UpOptions, timeout: float) -> SupervisorState:
+    """Start what is not up and wait, with a line on stderr for each change."""
+    from infra.local import control
+
+    folder = Path(options.home)
     started_s = time.monotonic()
     screen = _Screen()
     before = control.read_state(folder)
@@ -90,13 +116,9 @@ def up(
         raise Rl360Error("stopped watching; the services go on starting, see `rl360 status`") from None
     finally:
         screen.clear()
-    if as_json:
-        typer.echo((folder / "services.json").read_text())
-        return
     if not already:
         screen.say(f"{len(state.services)} services ready in {time.monotonic() - started_s:.0f}s")
-    if "prefect" in state.services:
-        screen.say(f"Prefect UI: {state.ui_url}")
+    return state
 
 
 class _Screen:
