@@ -109,7 +109,7 @@ def check(home: Path, state: SupervisorState | None) -> Leftovers:
 def _cgroups(home: Path) -> list[Path]:
     """Groups that the sandboxes of this home recorded and that still exist; never anything outside the cgroup tree."""
     found = []
-    for record in (home / "sandboxes").glob("live/*/rl360-*.json"):
+    for record in (home / "sandboxes").glob("*/live/*/rl360-*.json"):
         if record.is_symlink() or not record.is_file():
             continue
         try:

@@ -164,7 +164,7 @@ def test_the_state_file_is_read_back_and_a_foreign_one_is_refused(tmp_path: Path
 
 
 def test_cgroup_records_never_reach_outside_the_cgroup_tree(tmp_path: Path) -> None:
-    live = tmp_path / "sandboxes" / "live" / "a"
+    live = tmp_path / "sandboxes" / "13300" / "live" / "a"
     live.mkdir(parents=True)
     victim = tmp_path / "rl360-victim"
     victim.mkdir()
