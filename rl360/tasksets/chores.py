@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 Commands = tuple[str, ...]
 
 _WORDS = """
-amber apple arrow badge beach berry birch brick cabin cedar chalk cliff cloud coral crane daisy delta eagle
-ember fable fern flint frost gale ginger grape grove harbor hazel honey ivory jade kite lake lemon lilac linen
-lotus maple meadow mint moss north ocean olive onyx orbit otter pearl pine plum poppy prism quartz raven reed
-ridge river robin rose sage shell silk slate solar spruce stone storm sun swan tiger tulip valley violet wave
-willow winter wolf wren zinc
+apple arrow berry cedar cloud eagle fern frost grape honey ivory kite lake lemon maple mint north ocean olive
+pearl pine plum raven reed ridge river robin rose shell silk solar stone storm sun swan tiger valley wave winter
+wolf
 """
 WORDS: tuple[str, ...] = tuple(_WORDS.split())
 EXTENSIONS = ("log", "tmp", "csv", "old")
@@ -248,7 +246,7 @@ def replace(rng: random.Random) -> Chore:
     lines = [f"{old} {other} {old}", other, f"{other} {old} {old}"]
     return Chore(
         family="replace",
-        instruction=f"Replace every {old} by {new} in {name}.txt.",
+        instruction=f'Replace every "{old}" by "{new}" in {name}.txt.',
         files={f"{name}.txt": _text(lines)},
         right=((f"sed -i s/{old}/{new}/g {name}.txt",),),
         wrong=(
@@ -285,7 +283,7 @@ def secret(rng: random.Random) -> Chore:
     return Chore(
         family="secret",
         instruction=f"Read the secret word in {source}.txt and write it twice on one line to {target}.txt.",
-        files={f"{source}.txt": f"{word}\n"},
+        files={f"{source}.txt": f"word: {word}\n"},
         right=((f"cat {source}.txt", f"echo {word} {word} > {target}.txt"),),
         wrong=(
             (f"cat {source}.txt",),
@@ -293,7 +291,7 @@ def secret(rng: random.Random) -> Chore:
             (f"cp {source}.txt {target}.txt",),
             (f"cat {source}.txt", f"echo {word} {word} > {source}.txt"),
         ),
-        expected={f"{source}.txt": f"{word}\n", f"{target}.txt": f"{word} {word}\n"},
+        expected={f"{source}.txt": f"word: {word}\n", f"{target}.txt": f"{word} {word}\n"},
     )
 
 
@@ -301,8 +299,8 @@ def fix(rng: random.Random) -> Chore:
     name, good, bad = _words(rng, 3)
     return Chore(
         family="fix",
-        instruction=f"Read {name}.sh and fix it: it must print {good}.",
-        files={f"{name}.sh": f"echo {bad}\n"},
+        instruction=f'Read {name}.sh and fix it: it must print "{good}".',
+        files={f"{name}.sh": f'echo "{bad}"\n'},
         right=((f"cat {name}.sh", f"sed -i s/{bad}/{good}/ {name}.sh"),),
         wrong=(
             (f"cat {name}.sh",),
@@ -310,7 +308,7 @@ def fix(rng: random.Random) -> Chore:
             (f"cat {name}.sh", f"sed s/{bad}/{good}/ {name}.sh"),
             (f"cat {name}.sh", f"echo {good} > {name}.sh"),
         ),
-        expected={f"{name}.sh": f"echo {good}\n"},
+        expected={f"{name}.sh": f'echo "{good}"\n'},
     )
 
 

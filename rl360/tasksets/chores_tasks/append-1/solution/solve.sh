@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-echo swan >> orbit.txt
+echo swan >> reed.txt

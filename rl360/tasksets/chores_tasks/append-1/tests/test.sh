@@ -3,9 +3,9 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same orbit.txt <<'END' || return 1
-ginger
-cabin
+same reed.txt <<'END' || return 1
+lake
+cloud
 swan
 END
 }

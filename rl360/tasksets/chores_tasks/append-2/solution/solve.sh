@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-echo pearl >> reed.txt
+echo ridge >> rose.txt

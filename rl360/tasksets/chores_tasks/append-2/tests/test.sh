@@ -3,10 +3,10 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same reed.txt <<'END' || return 1
-cabin
-frost
-pearl
+same rose.txt <<'END' || return 1
+cloud
+kite
+ridge
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

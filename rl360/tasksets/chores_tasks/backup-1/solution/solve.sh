@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-cp birch.txt birch.bak
+cp cedar.txt cedar.bak

@@ -3,13 +3,13 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same birch.txt <<'END' || return 1
-grape
-ember
+same cedar.txt <<'END' || return 1
+lake
+honey
 END
-same birch.bak <<'END' || return 1
-grape
-ember
+same cedar.bak <<'END' || return 1
+lake
+honey
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-cp coral.txt coral.bak
+cp fern.txt fern.bak

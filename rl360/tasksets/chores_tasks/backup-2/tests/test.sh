@@ -3,13 +3,13 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same coral.txt <<'END' || return 1
-brick
-quartz
+same fern.txt <<'END' || return 1
+cedar
+robin
 END
-same coral.bak <<'END' || return 1
-brick
-quartz
+same fern.bak <<'END' || return 1
+cedar
+robin
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-wc -l < orbit.txt > amber.txt
+wc -l < reed.txt > apple.txt

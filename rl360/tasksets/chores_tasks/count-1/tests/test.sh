@@ -3,13 +3,13 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same orbit.txt <<'END' || return 1
-fable prism
-poppy hazel
-wren ocean
-onyx maple
+same reed.txt <<'END' || return 1
+honey robin
+river maple
+wolf plum
+raven pearl
 END
-same amber.txt <<'END' || return 1
+same apple.txt <<'END' || return 1
 4
 END
 }

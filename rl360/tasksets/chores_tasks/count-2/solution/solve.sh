@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-wc -l < ginger.txt > pine.txt
+wc -l < lake.txt > ridge.txt

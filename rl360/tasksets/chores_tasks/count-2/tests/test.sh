@@ -3,16 +3,16 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same ginger.txt <<'END' || return 1
-crane stone
-wolf birch
-zinc raven
-pine poppy
-amber silk
-crane grove
-fable arrow
+same lake.txt <<'END' || return 1
+frost sun
+winter cedar
+wolf rose
+ridge river
+apple stone
+frost lemon
+honey arrow
 END
-same pine.txt <<'END' || return 1
+same ridge.txt <<'END' || return 1
 7
 END
 }

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-echo fable > sun.txt
+echo honey > swan.txt

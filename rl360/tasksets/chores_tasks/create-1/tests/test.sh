@@ -4,11 +4,11 @@ same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
 same berry.txt <<'END' || return 1
-willow
-meadow
+wave
+pearl
 END
-same sun.txt <<'END' || return 1
-fable
+same swan.txt <<'END' || return 1
+honey
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-echo violet > lemon.txt
+echo valley > ocean.txt

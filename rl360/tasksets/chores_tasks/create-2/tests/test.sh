@@ -3,12 +3,12 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same ginger.txt <<'END' || return 1
+same lake.txt <<'END' || return 1
 wave
-lemon
+ocean
 END
-same lemon.txt <<'END' || return 1
-violet
+same ocean.txt <<'END' || return 1
+valley
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

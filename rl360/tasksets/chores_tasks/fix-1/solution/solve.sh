@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat fable.sh
-sed -i s/valley/coral/ fable.sh
+cat honey.sh
+sed -i s/valley/fern/ honey.sh

@@ -3,8 +3,8 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same fable.sh <<'END' || return 1
-echo coral
+same honey.sh <<'END' || return 1
+echo "fern"
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

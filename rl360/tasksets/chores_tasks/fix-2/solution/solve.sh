@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat fable.sh
-sed -i s/brick/otter/ fable.sh
+cat honey.sh
+sed -i s/cedar/reed/ honey.sh

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-grep willow tiger.txt > orbit.txt
+grep wave tiger.txt > reed.txt

@@ -4,15 +4,15 @@ same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
 same tiger.txt <<'END' || return 1
-willow pearl
-pearl
-river
-winter
-river willow
+wave ridge
+ridge
+shell
+valley
+shell wave
 END
-same orbit.txt <<'END' || return 1
-willow pearl
-river willow
+same reed.txt <<'END' || return 1
+wave ridge
+shell wave
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-grep lilac silk.txt > stone.txt
+grep ocean stone.txt > sun.txt

@@ -3,16 +3,16 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same silk.txt <<'END' || return 1
-lilac hazel
-hazel
-shell
-beach
-shell lilac
-END
 same stone.txt <<'END' || return 1
-lilac hazel
-shell lilac
+ocean maple
+maple
+solar
+berry
+solar ocean
+END
+same sun.txt <<'END' || return 1
+ocean maple
+solar ocean
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

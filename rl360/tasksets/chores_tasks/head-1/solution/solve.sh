@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-head -n 2 river.txt > berry.txt
+head -n 4 shell.txt > berry.txt

@@ -3,17 +3,19 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same river.txt <<'END' || return 1
-spruce
-winter
-cabin
-sage
-pearl
-crane
+same shell.txt <<'END' || return 1
+storm
+cloud
+solar
+ridge
+frost
+lake
 END
 same berry.txt <<'END' || return 1
-spruce
-winter
+storm
+cloud
+solar
+ridge
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-head -n 3 poppy.txt > lotus.txt
+head -n 3 river.txt > olive.txt

@@ -3,18 +3,18 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same poppy.txt <<'END' || return 1
-grove
-cedar
-otter
+same river.txt <<'END' || return 1
+lemon
+cloud
+reed
 berry
-cabin
-violet
+valley
+sun
 END
-same lotus.txt <<'END' || return 1
-grove
-cedar
-otter
+same olive.txt <<'END' || return 1
+lemon
+cloud
+reed
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

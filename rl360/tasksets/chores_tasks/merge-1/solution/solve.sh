@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat silk.txt robin.txt > prism.txt
-rm silk.txt robin.txt
+cat stone.txt silk.txt > robin.txt
+rm stone.txt silk.txt

@@ -3,13 +3,13 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
+gone stone.txt || return 1
 gone silk.txt || return 1
-gone robin.txt || return 1
-same prism.txt <<'END' || return 1
-onyx
-river
-fern
-tiger
+same robin.txt <<'END' || return 1
+raven
+shell
+ivory
+pearl
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat winter.txt delta.txt > lemon.txt
-rm winter.txt delta.txt
+cat winter.txt grape.txt > ocean.txt
+rm winter.txt grape.txt

@@ -4,12 +4,12 @@ same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
 gone winter.txt || return 1
-gone delta.txt || return 1
-same lemon.txt <<'END' || return 1
-wolf
+gone grape.txt || return 1
+same ocean.txt <<'END' || return 1
 wave
-ginger
-willow
+lake
+tiger
+river
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -3,13 +3,13 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-gone hazel.csv || return 1
-gone ember.csv || return 1
-same prism.txt <<'END' || return 1
-prism
+gone maple.csv || return 1
+gone honey.csv || return 1
+same robin.txt <<'END' || return 1
+robin
 END
-same reed.tmp <<'END' || return 1
-reed
+same rose.tmp <<'END' || return 1
+rose
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -3,13 +3,13 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-gone hazel.tmp || return 1
-gone tulip.tmp || return 1
-same pine.txt <<'END' || return 1
-pine
+gone maple.tmp || return 1
+gone tiger.tmp || return 1
+same ridge.txt <<'END' || return 1
+ridge
 END
-same poppy.log <<'END' || return 1
-poppy
+same river.log <<'END' || return 1
+river
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

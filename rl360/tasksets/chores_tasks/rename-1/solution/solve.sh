@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-mv grove.txt north.txt
+mv lemon.txt plum.txt

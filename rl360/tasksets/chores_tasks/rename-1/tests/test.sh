@@ -3,13 +3,13 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-gone grove.txt || return 1
-same north.txt <<'END' || return 1
-pearl
-grape
+gone lemon.txt || return 1
+same plum.txt <<'END' || return 1
+ridge
+lake
 END
-same tulip.txt <<'END' || return 1
-tulip
+same tiger.txt <<'END' || return 1
+tiger
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-mv pine.txt fable.txt
+mv ridge.txt honey.txt

@@ -3,13 +3,13 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-gone pine.txt || return 1
-same fable.txt <<'END' || return 1
-maple
-cliff
+gone ridge.txt || return 1
+same honey.txt <<'END' || return 1
+pearl
+eagle
 END
-same beach.txt <<'END' || return 1
-beach
+same berry.txt <<'END' || return 1
+berry
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-sed -i s/grape/pine/g daisy.txt
+sed -i s/lake/ridge/g frost.txt

@@ -3,10 +3,10 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same daisy.txt <<'END' || return 1
-pine valley pine
+same frost.txt <<'END' || return 1
+ridge valley ridge
 valley
-valley pine pine
+valley ridge ridge
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

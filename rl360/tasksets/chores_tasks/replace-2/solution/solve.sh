@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-sed -i s/eagle/robin/g lilac.txt
+sed -i s/grape/silk/g ocean.txt

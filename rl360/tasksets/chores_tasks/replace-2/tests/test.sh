@@ -3,10 +3,10 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same lilac.txt <<'END' || return 1
-robin winter robin
+same ocean.txt <<'END' || return 1
+silk winter silk
 winter
-winter robin robin
+winter silk silk
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat ocean.txt
-echo kite kite > pine.txt
+cat plum.txt
+echo north north > ridge.txt

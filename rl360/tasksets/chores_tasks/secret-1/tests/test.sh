@@ -3,11 +3,11 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same ocean.txt <<'END' || return 1
-kite
+same plum.txt <<'END' || return 1
+word: north
 END
-same pine.txt <<'END' || return 1
-kite kite
+same ridge.txt <<'END' || return 1
+north north
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

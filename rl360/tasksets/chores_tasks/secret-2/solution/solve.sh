@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat robin.txt
-echo linen linen > mint.txt
+cat silk.txt
+echo olive olive > pine.txt

@@ -3,11 +3,11 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same robin.txt <<'END' || return 1
-linen
+same silk.txt <<'END' || return 1
+word: olive
 END
-same mint.txt <<'END' || return 1
-linen linen
+same pine.txt <<'END' || return 1
+olive olive
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-mkdir lake
-mv prism.txt lake
+mkdir north
+mv robin.txt north

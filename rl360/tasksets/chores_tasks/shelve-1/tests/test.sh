@@ -3,10 +3,10 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-gone prism.txt || return 1
-same lake/prism.txt <<'END' || return 1
-zinc
-frost
+gone robin.txt || return 1
+same north/robin.txt <<'END' || return 1
+wolf
+kite
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

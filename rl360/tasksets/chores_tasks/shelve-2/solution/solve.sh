@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-mkdir lotus
-mv silk.txt lotus
+mkdir olive
+mv stone.txt olive

@@ -3,9 +3,9 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-gone silk.txt || return 1
-same lotus/silk.txt <<'END' || return 1
-willow
+gone stone.txt || return 1
+same olive/stone.txt <<'END' || return 1
+wave
 apple
 END
 }

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-sort wren.txt > shell.txt
+sort wolf.txt > solar.txt

@@ -3,17 +3,17 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same wren.txt <<'END' || return 1
-meadow
-river
-lake
-lotus
+same wolf.txt <<'END' || return 1
+pearl
+shell
+north
+olive
 END
-same shell.txt <<'END' || return 1
-lake
-lotus
-meadow
-river
+same solar.txt <<'END' || return 1
+north
+olive
+pearl
+shell
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

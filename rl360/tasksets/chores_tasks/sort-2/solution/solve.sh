@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-sort cabin.txt > gale.txt
+sort cloud.txt > kite.txt

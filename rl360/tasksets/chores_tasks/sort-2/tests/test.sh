@@ -3,17 +3,17 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same cabin.txt <<'END' || return 1
-meadow
-plum
-beach
-grove
+same cloud.txt <<'END' || return 1
+pearl
+river
+berry
+lemon
 END
-same gale.txt <<'END' || return 1
-beach
-grove
-meadow
-plum
+same kite.txt <<'END' || return 1
+berry
+lemon
+pearl
+river
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

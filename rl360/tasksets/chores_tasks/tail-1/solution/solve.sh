@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-tail -n 3 storm.txt > brick.txt
+tail -n 4 sun.txt > cedar.txt

@@ -3,18 +3,19 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same storm.txt <<'END' || return 1
-onyx
-meadow
-olive
-zinc
-valley
-poppy
+same sun.txt <<'END' || return 1
+raven
+pearl
+wave
+wolf
+river
+reed
 END
-same brick.txt <<'END' || return 1
-zinc
-valley
-poppy
+same cedar.txt <<'END' || return 1
+wave
+wolf
+river
+reed
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

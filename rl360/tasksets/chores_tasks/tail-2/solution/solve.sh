@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-tail -n 2 fern.txt > ivory.txt
+tail -n 4 ivory.txt > mint.txt

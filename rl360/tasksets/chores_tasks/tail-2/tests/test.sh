@@ -3,17 +3,19 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same fern.txt <<'END' || return 1
-slate
-shell
-lemon
-berry
-moss
-tulip
-END
 same ivory.txt <<'END' || return 1
-moss
-tulip
+stone
+solar
+ocean
+berry
+pine
+fern
+END
+same mint.txt <<'END' || return 1
+ocean
+berry
+pine
+fern
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-sort -u linen.txt > poppy.txt
+sort -u olive.txt > river.txt

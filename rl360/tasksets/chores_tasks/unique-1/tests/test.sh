@@ -3,17 +3,17 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same linen.txt <<'END' || return 1
-cabin
+same olive.txt <<'END' || return 1
 cloud
-cloud
+fern
+fern
 apple
-cabin
+cloud
 END
-same poppy.txt <<'END' || return 1
+same river.txt <<'END' || return 1
 apple
-cabin
 cloud
+fern
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-sort -u stone.txt > ivory.txt
+sort -u sun.txt > mint.txt

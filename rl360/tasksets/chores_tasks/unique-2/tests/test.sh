@@ -3,17 +3,17 @@
 same() { [ -f "$1" ] && [ ! -L "$1" ] && cmp -s "$1" -; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 check() {
-same stone.txt <<'END' || return 1
-prism
-raven
-raven
-otter
-prism
+same sun.txt <<'END' || return 1
+robin
+rose
+rose
+reed
+robin
 END
-same ivory.txt <<'END' || return 1
-otter
-prism
-raven
+same mint.txt <<'END' || return 1
+reed
+robin
+rose
 END
 }
 if cd /app && check; then reward=1; else reward=0; fi
