@@ -23,7 +23,7 @@ def _planted(home: Path, seed: int, recipe: Recipe, weights: bytes) -> Path:
 
 
 def test_key_names_seed_and_recipe() -> None:
-    keys = {warm_start_key(seed, recipe) for seed in (0, 1) for recipe in (Recipe(), Recipe(steps=3), Recipe(lr=2e-3))}
+    keys = {warm_start_key(seed, recipe) for seed in (0, 1) for recipe in (Recipe(), Recipe(steps=3), Recipe(lr=7e-4))}
     assert len(keys) == 6
     assert warm_start_key(0, Recipe()) == warm_start_key(0, Recipe())
 
