@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -199,3 +200,21 @@ def test_a_deployment_depends_on_declaration_flows_and_config(tmp_path: Path) ->
     assert len(digests) == 3
     (tmp_path / "tasks/a.py").write_text("x = 1")
     assert deploy.content_digest(tmp_path) in digests
+
+
+def test_sandboxes_of_this_home_only_are_ended(tmp_path: Path) -> None:
+    """They start with an environment of their own, so their workspace's path is the marker."""
+    ours, other = (
+        subprocess.Popen(["sleep", "60"], env={proc.SANDBOX_ENV: f"{home}/sandboxes/1/live/a"}, start_new_session=True)
+        for home in (tmp_path, f"{tmp_path}-other")
+    )
+    assert cleanup.check(tmp_path, None).sandboxes == 1
+    waiter = threading.Thread(target=ours.wait)
+    waiter.start()
+    assert cleanup.sweep(tmp_path, None) == 1
+    waiter.join(5)
+    assert ours.returncode == -signal.SIGKILL
+    assert cleanup.check(tmp_path, None).clean
+    assert other.poll() is None
+    other.kill()
+    other.wait(5)
