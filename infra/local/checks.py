@@ -66,24 +66,23 @@ def check_model(specs: Iterable[Spec], options: UpOptions) -> None:
 
 def check_ports(specs: Iterable[Spec]) -> None:
     """Nothing else listens where a service will; names the owner when it may be seen, and the flag that moves us."""
-    taken: dict[int, str] = {}
-    for spec in specs:
-        for port in spec.ports:
-            if port in taken:
-                raise BadInput(
-                    f"port {port} is wanted by both {taken[port]} and {spec.name}; "
-                    f"move one with --ports {_flag(spec.name)}=PORT"
-                )
-            taken[port] = spec.name
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((LOOPBACK, port))
-                except OSError:
-                    raise Rl360Error(
-                        f"port {port} of {spec.name} is in use by {port_owner(port)}; end that, or move rl360 with "
-                        f"--ports {_flag(spec.name)}=PORT or --port-base PORT"
-                    ) from None
+    wanted: dict[int, str] = {}
+    for name, port in ((spec.name, port) for spec in specs for port in spec.ports):
+        if port in wanted:
+            raise BadInput(
+                f"port {port} is wanted by both {wanted[port]} and {name}; move one with --ports {_flag(name)}=PORT"
+            )
+        wanted[port] = name
+    for port, name in wanted.items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                raise Rl360Error(
+                    f"port {port} of {name} is in use by {port_owner(port)}; end that, or move rl360 with "
+                    f"--ports {_flag(name)}=PORT or --port-base PORT"
+                ) from None
 
 
 def _flag(service: str) -> str:
