@@ -164,7 +164,10 @@ def test_a_lost_answer_of_the_record_is_no_second_step(rig: Rig, reference: list
 def test_checkpoint_export_and_push_agree(rig: Rig, tmp_path: Path) -> None:
     from rl360.training.megatron.hf_dir import read_tensors
     from rl360.training.megatron.hf_map import digest_of
+    from rl360.engines.fleet import EngineIdentity
     from rl360.weights.checksum import expected_checksums
+    from rl360.weights.messages import ChecksumReply, EngineSet
+    from rl360.weights.plan import plan_push
 
     run = rig.new_run("saved")
     results = [rig.train(run, step) for step in range(2)]
@@ -185,6 +188,12 @@ def test_checkpoint_export_and_push_agree(rig: Rig, tmp_path: Path) -> None:
     held = rig.ask("POST", "/push/checksums", {"run": run, "version": f"{run}:2"}).json()
     assert held["checksums"] == expected_checksums(load_file(bf16 / "model.safetensors"))
     assert rig.ask("POST", "/push/checksums", {"run": run, "version": f"{run}:1"}).status_code == 409
+    gone = EngineSet(epoch=1, engines=(EngineIdentity(url="http://127.0.0.1:9", incarnation="none"),))
+    shapes = ChecksumReply.model_validate(held).tensors
+    plan = plan_push(shapes, gone, run=run, version=f"{run}:2", bucket_bytes=1 << 16, call_deadline_s=3.0)
+    report = rig.ask("POST", "/push/transfer", plan.model_dump(mode="json"))
+    assert report.status_code == 200, report.text
+    assert (report.json()["ok"], report.json()["engines"][0]["answered"]) == (False, False)
     third = rig.train(run, 2)
     rig.state("reference")
     assert rig.state(run)["weights_digest"] == third["weights_digest"]  # restored and one step replayed

@@ -12,7 +12,6 @@ import ast
 import contextlib
 import importlib.abc
 import importlib.machinery
-import os
 import sys
 import types
 from collections.abc import Sequence
@@ -109,6 +108,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__[_NAMESPACE] = self._namespace
         super().exec_module(module)
+        if module.__name__ == "megatron.core.jit":
+            module.disable_jit_fuser()  # its small fusions go through torch.compile: minutes on a CPU
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -152,8 +153,6 @@ def install() -> bool:
         return True
     if "megatron.core" in sys.modules:
         raise BadInput("megatron.core was imported before rl360.training.megatron.cpu_hook.install(): call it first")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron's small fusions go through torch.compile: minutes on a CPU
-    torch._dynamo.config.disable = True  # the variable is read once, at import: torch may be long imported
     sys.meta_path.insert(0, _Finder())
     _patch_loaded_modules()
     return True
