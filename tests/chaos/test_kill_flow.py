@@ -1,0 +1,111 @@
+"""SIGKILL the flow's process in every task: starting the same run again finishes it, and nothing is done twice.
+
+One run, one step per kill point: each step is killed at its point, then started again by an undisturbed process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rl360.config.run import RunConfig
+from rl360.config.services import Services
+from rl360.ledger.read import read_run
+from rl360.store.layout import step_key
+from rl360.store.object_store import ObjectStore
+from rl360.store.progress import finished_steps, next_step
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
+
+DRIVER = Path(__file__).with_name("flow_driver.py")
+POINTS = (
+    "sample_groups:before",
+    "sample_groups:after",
+    "roll_out:attempts",
+    "roll_out:before",
+    "collect:before",
+    "filter_groups:after",
+    "train:sent",
+    "train:before",
+    "train:after",
+    "push_weights:sent",
+    "push_weights:before",
+    "checkpoint:before",
+    "report:before",
+    "report:after",
+)
+
+
+def config_of(run: str, steps: int) -> RunConfig:
+    return RunConfig.parse(
+        {
+            "run": run,
+            "steps": steps,
+            "taskset": {"groups_per_step": 4, "attempts_per_group": 4},
+            "rollout": {"wave_size": 8},
+            "trainer": {"checkpoint_every": 3},
+        }
+    )
+
+
+def drive(services: Services, config: RunConfig, kill_point: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`rl_run` in a process of its own, killed at `kill_point` when one is given."""
+    env = {
+        **os.environ,
+        "RL360_HOME": services.home,
+        "PREFECT_API_URL": services.prefect_api_url,
+        "PREFECT_HOME": f"{services.home}/prefect-tests",
+        "PYTHONPATH": str(ROOT),
+        "DO_NOT_TRACK": "1",
+    }
+    argv = [sys.executable, str(DRIVER), config.to_json().decode(), *([kill_point] if kill_point else [])]
+    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def committed(store: ObjectStore, run: str, step: int) -> dict[str, bytes]:
+    """Every manifest of the step."""
+    return {key: store.get(key) for key in store.list(step_key(run, step, "manifests/"))}
+
+
+def test_killed_in_each_task_and_started_again(services: Services, store: ObjectStore) -> None:
+    run = f"kill-{uuid.uuid4().hex[:8]}"
+    for step, point in enumerate(POINTS):
+        config = config_of(run, step + 1)
+        killed = drive(services, config, point)
+        assert killed.returncode == -signal.SIGKILL, f"{point}: not killed\n{killed.stdout}{killed.stderr}"
+        before = committed(store, run, step)
+        attempts_before = {key: store.get(key) for key in store.list(step_key(run, step, "attempts/"))}
+        assert next_step(store, run) == (step + 1 if point == "report:after" else step)
+
+        again = drive(services, config)
+        assert again.returncode == 0, f"{point}: the second start failed\n{again.stdout}{again.stderr}"
+        assert finished_steps(store, run) == list(range(step + 1))
+        after = committed(store, run, step)
+        assert before.items() <= after.items(), f"{point}: a committed manifest changed"
+        kept = {key: store.get(key) for key in attempts_before}
+        assert kept == attempts_before, f"{point}: a stored attempt changed"
+    _check_books(store, run)
+
+
+def _check_books(store: ObjectStore, run: str) -> None:
+    """Each optimizer step once, in order, on the batch its step committed; no attempt trained twice or left out."""
+    ledgers = read_run(store, run)
+    trained: list[str] = []
+    applied = 0
+    for ledger in ledgers:
+        result: dict[str, Any] = orjson.loads(store.get(step_key(run, ledger.step, "train.json")))
+        applied += result["status"] == "trained"
+        assert result["version_after"] == applied, f"step {ledger.step} was applied more than once, or not at all"
+        assert len(ledger.attempts) >= 16
+        trained += ledger.trained_ids
+    assert len(trained) == len(set(trained))
+    assert applied > 0, "no step of this run trained anything: the test shows nothing"

@@ -1,0 +1,71 @@
+"""Real services, brought up once per test session by `rl360 up` in a home of their own, and taken down at its end.
+
+They use the demo's starting policy of seed 0, made once and cached in `.rl360/models`, on ports from 15000, so that
+they stand beside services a person has up. RL360_TEST_HOME names a home whose services are up already (and stay up).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rl360.config.services import Services, load_services
+from rl360.store.object_store import ObjectStore
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT_BASE = 15_000
+CLI_DEADLINE_S = 600
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run_cli(home: str | Path, *args: str, deadline_s: float = CLI_DEADLINE_S) -> subprocess.CompletedProcess[str]:
+    """One `rl360` command against `home`, as a person would run it."""
+    return subprocess.run(
+        [sys.executable, "-m", "rl360.cli", *args],
+        cwd=ROOT,
+        env={**os.environ, "RL360_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=deadline_s,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """Everything `rl360 up` starts."""
+    if given := os.environ.get("RL360_TEST_HOME"):
+        yield load_services(Path(given))
+        return
+    from rl360.policy.warm_start import ensure_warm_start
+
+    model = ensure_warm_start(0, ROOT / ".rl360")
+    home = tmp_path_factory.mktemp("home")
+    started = run_cli(home, "up", "--model", str(model), "--port-base", str(PORT_BASE))
+    try:
+        assert started.returncode == 0, f"rl360 up failed:\n{started.stdout}{started.stderr}"
+        yield load_services(home)
+    finally:
+        stopped = run_cli(home, "down")
+    assert stopped.returncode == 0, f"rl360 down left something behind:\n{stopped.stdout}{stopped.stderr}"
+
+
+@pytest.fixture(scope="session")
+def store(services: Services) -> ObjectStore:
+    return ObjectStore.from_services(services)
+
+
+@pytest.fixture(scope="session")
+def cli(services: Services) -> Cli:
+    """`cli("run", "list")`: one command against the session's services."""
+
+    def call(*args: str, deadline_s: float = CLI_DEADLINE_S) -> subprocess.CompletedProcess[str]:
+        return run_cli(services.home, *args, deadline_s=deadline_s)
+
+    return call

@@ -1,0 +1,140 @@
+"""A run through everything that is real: triggered as the UI triggers it, its books, its artifact, its report."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rl360.config.services import Services
+from rl360.ledger.outcomes import SAMPLED
+from rl360.sessions.sample import AttemptRecord
+from rl360.store.codec import unpack
+from rl360.store.layout import run_config_key, step_key
+from rl360.store.manifest import get_object, read_manifest
+from rl360.store.object_store import ObjectStore
+from tests.conftest import Cli
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
+
+STEPS, GROUPS, SIZE = 2, 8, 4
+SMALL = ("-s", f"taskset.groups_per_step={GROUPS}", "-s", f"taskset.attempts_per_group={SIZE}")
+SMALL += ("-s", "rollout.wave_size=12", "-s", "trainer.checkpoint_every=1")
+
+
+@pytest.fixture(scope="module")
+def run(cli: Cli) -> str:
+    """A finished run of two small steps."""
+    name = f"spine-{uuid.uuid4().hex[:8]}"
+    done = cli("run", "start", "--name", name, "--steps", str(STEPS), *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return name
+
+
+@pytest.fixture(scope="module")
+def ledger(cli: Cli, run: str) -> dict[str, Any]:
+    printed = cli("ledger", run, "--json")
+    assert printed.returncode == 0, printed.stderr
+    return json.loads(printed.stdout)
+
+
+def test_run_list_and_ledger_have_the_fixed_formats(cli: Cli, run: str, ledger: dict[str, Any]) -> None:
+    rows = {row["run"]: row for row in json.loads(cli("run", "list", "--json").stdout)}
+    assert rows[run]["steps"] == STEPS
+    assert rows[run]["state"] == "done"
+    assert ledger["run"] == run
+    wanted = {"step", "attempts", "outcomes", "groups", "sampled_tokens", "tokens", "trained_samples"}
+    wanted |= {"loss_weight_sum", "loss", "reward", "push", "phases_s"}
+    for step in ledger["steps"]:
+        assert wanted <= set(step)
+        assert set(step["reward"]) >= {"unfiltered_mean_valid", "kept_mean", "infra_rate", "by_domain"}
+        assert set(step["push"]) >= {"path", "calls_per_engine", "bytes", "paused_s", "engines"}
+    assert "holds" in cli("ledger", run, "--step", "1").stdout
+
+
+def test_every_attempt_and_token_is_accounted_for(store: ObjectStore, run: str, ledger: dict[str, Any]) -> None:
+    for entry in ledger["steps"]:
+        step = entry["step"]
+        collected = read_manifest(store, run, step, "collect")
+        assert collected is not None
+        records = [
+            AttemptRecord.from_wire(wire, ref.key)
+            for ref in collected.objects
+            for wire in unpack(get_object(store, ref), ref.key)["attempts"]
+        ]
+        assert entry["attempts"] == len(records) >= GROUPS * SIZE
+        assert sum(entry["outcomes"].values()) == len(records)
+        assert sum(entry["tokens"].values()) == entry["sampled_tokens"] == sum(r.sampled_tokens for r in records)
+        assert set(entry["tokens"]) <= {bucket.value for bucket in SAMPLED}
+        versions = {version for r in records if r.sample for _, _, version in r.sample.version_spans}
+        assert len(versions) == 1
+        assert all(r.cleanup_confirmed for r in records)
+        rewards = [r.verdict.reward for r in records if r.verdict is not None]
+        assert entry["reward"]["unfiltered_mean_valid"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_engines_end_on_the_trained_version(services: Services, store: ObjectStore, run: str) -> None:
+    trained = read_manifest(store, run, STEPS - 1, "train")
+    assert trained is not None
+    record = json.loads(store.get(step_key(run, STEPS - 1, "push.json")))
+    assert record["version"] == f"{run}:{trained.info['version_after']}"
+    for url in services.engine_urls:
+        info = httpx.get(f"{url}/model_info", timeout=10).json()
+        assert info["weight_version"] == record["version"]
+
+
+def test_each_step_left_an_artifact_and_a_flow(services: Services, run: str) -> None:
+    for step in range(STEPS):
+        key = f"{run}-step-{step:06}"
+        found = httpx.get(f"{services.prefect_api_url}/artifacts/{key}/latest", timeout=20).json()
+        text = found["data"]
+        for part in ("## Reward", "## Attempts", "## Sampled tokens", "## Phases", "data:image/png;base64,"):
+            assert part in text, f"artifact of step {step} lacks {part}"
+    body = {"flow_runs": {"name": {"any_": [f"{run} step {step}" for step in range(STEPS)]}}}
+    flows = httpx.post(f"{services.prefect_api_url}/flow_runs/filter", json=body, timeout=20).json()
+    assert {flow["state_type"] for flow in flows} == {"COMPLETED"}
+    assert len(flows) == STEPS
+
+
+def test_report_is_one_page_that_needs_nothing(cli: Cli, run: str, tmp_path: Path) -> None:
+    written = cli("report", run, "--out", str(tmp_path), "--json")
+    assert written.returncode == 0, written.stderr
+    paths = json.loads(written.stdout)
+    page = Path(paths["html"]).read_text()
+    assert "data:image/png;base64," in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    for png in paths["pngs"].values():
+        assert Path(png).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_form_refuses_what_the_config_refuses(services: Services, cli: Cli) -> None:
+    api = services.prefect_api_url
+    deployment = httpx.get(f"{api}/deployments/name/rl_run/local", timeout=20).json()
+    assert "RunConfig" in json.dumps(deployment["parameter_openapi_schema"])
+    assert [schedule["active"] for schedule in deployment["schedules"]] == [False]
+    for config in ({"run": "demo", "seeed": 1}, {"run": "demo", "rollout": {"wave_size": 0}}):
+        body = {"parameters": {"config": config}}
+        answer = httpx.post(f"{api}/deployments/{deployment['id']}/create_flow_run", json=body, timeout=20)
+        assert answer.status_code == 409, answer.text
+    refused = cli("run", "start", "--name", "bad", "-s", "seeed=1")
+    assert refused.returncode == 2
+    assert refused.stderr.strip() == "error: config: unknown key seeed"
+
+
+def test_a_started_run_refuses_another_config(cli: Cli, store: ObjectStore, run: str) -> None:
+    before = store.get(run_config_key(run))
+    done = cli("run", "start", "--name", run, "--steps", str(STEPS), *SMALL, "-s", "trainer.lr=0.5")
+    assert done.returncode == 1
+    assert "trainer.lr: 0.0003 -> 0.5" in done.stderr
+    assert store.get(run_config_key(run)) == before
+
+
+def test_resuming_a_finished_run_changes_nothing(cli: Cli, store: ObjectStore, run: str) -> None:
+    before = store.list(f"{run}/")
+    done = cli("run", "resume", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert store.list(f"{run}/") == before
