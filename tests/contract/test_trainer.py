@@ -162,9 +162,9 @@ def test_a_lost_answer_of_the_record_is_no_second_step(rig: Rig, reference: list
 
 
 def test_checkpoint_export_and_push_agree(rig: Rig, tmp_path: Path) -> None:
+    from rl360.engines.fleet import EngineIdentity
     from rl360.training.megatron.hf_dir import read_tensors
     from rl360.training.megatron.hf_map import digest_of
-    from rl360.engines.fleet import EngineIdentity
     from rl360.weights.checksum import expected_checksums
     from rl360.weights.messages import ChecksumReply, EngineSet
     from rl360.weights.plan import plan_push
