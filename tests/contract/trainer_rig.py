@@ -136,14 +136,18 @@ class Rig:
         command += [f"-filer.port={filer}", f"-admin.port={admin}", "-webdav=false", "-bucket=rl360"]
         with (folder / "weed.log").open("wb") as log:
             self.weed = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+        self.trainer: subprocess.Popen[bytes] | None = None
         self.wire = Wire(s3)
         self.store = ObjectStore(f"http://127.0.0.1:{s3}", "rl360", *KEYS)
-        self._wait_for_bucket()
         self.port, self.rendezvous = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         self._write_home()
-        self.trainer: subprocess.Popen[bytes] | None = None
-        self.start()
+        try:
+            self._wait_for_bucket()
+            self.start()
+        except BaseException:  # whatever ended the start, nothing of it may stay behind
+            self.close()
+            raise
 
     def _wait_for_bucket(self) -> None:
         until = time.monotonic() + 60
