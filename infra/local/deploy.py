@@ -1,5 +1,9 @@
 """Apply `prefect.yaml` once per content: `python -m infra.local.deploy`, run by the supervisor after the worker.
 
+It also ends, as Crashed, the flow runs that this server still believes to be at work from before this `up`: `up` starts
+only when nothing of an earlier one is left, so their processes are gone, and left as Running they would hold their
+deployment's one slot for ever.
+
 Contract: exits 0 when the work pool exists and every deployment of prefect.yaml is registered with this server. The
 deploy itself costs a Prefect start-up, so it is skipped when this home's stamp names the same content and the server
 still holds as many deployments.
@@ -15,8 +19,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
+import psutil
 import yaml
 
 from infra.local.plan import REPO_ROOT, WORK_POOL, binary
@@ -62,12 +69,27 @@ def wait_for_pool(api_url: str, deadline_s: float) -> None:
         time.sleep(0.5)
 
 
+def settle_orphans(api_url: str, before: datetime) -> int:
+    """Set every active flow run whose last state is older than `before` to Crashed; returns how many."""
+    body: dict[str, object] = {"flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}}
+    settled = 0
+    for run in cast(list[dict[str, Any]], _call(api_url, "/flow_runs/filter", body)):
+        if datetime.fromisoformat(run["state"]["timestamp"].replace("Z", "+00:00")) >= before:
+            continue
+        state = {"type": "CRASHED", "name": "Crashed", "message": "its process ended with an earlier `rl360 up`"}
+        _call(api_url, f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+        print(f"flow run {run['name']} was left as {run['state']['name']}; set to Crashed")
+        settled += 1
+    return settled
+
+
 def main() -> int:
     home, api_url = Path(os.environ["RL360_HOME"]), os.environ["PREFECT_API_URL"]
     if not (REPO_ROOT / "prefect.yaml").is_file():
         print(f"no prefect.yaml in {REPO_ROOT}: flows run from a checkout of the project", file=sys.stderr)
         return 1
     wait_for_pool(api_url, deadline_s=60.0)
+    settle_orphans(api_url, datetime.fromtimestamp(psutil.Process(os.getppid()).create_time(), UTC))
     stamp, digest, want = home / STAMP_FILE, content_digest(REPO_ROOT), declared(REPO_ROOT)
     if stamp.is_file() and stamp.read_text().strip() == digest and _call(api_url, "/deployments/count", {}) == want:
         print(f"{want} deployments are up to date")

@@ -22,9 +22,10 @@ from rl360.sandboxes.provider import ExecResult
 
 @dataclass
 class AgentMetrics:
-    """Counted while the agent runs; the names Miles' clients read."""
+    """Counted while the agent runs; the names Miles' clients read. `completion_tokens` sums the replies' usage."""
 
     turns: int = 0
+    completion_tokens: int = 0
     tool_calls: int = 0
     format_errors: int = 0
     retries: int = 0

@@ -101,7 +101,7 @@ def observation(result: ExecResult) -> str:
 
 async def _sample(context: AgentContext, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
     """One turn from the session; None when the sequence is full. The same body again is safe: a failed call recorded
-    nothing, and a call whose reply was lost is refused as bad history."""
+    nothing, and a turn whose reply was lost is sampled anew, its old tokens counted as `prefix_break`."""
     body = orjson.dumps(
         {**dict(context.sampling_params), "model": context.model, "messages": messages, "tools": [TOOL]}
     )
@@ -135,18 +135,22 @@ async def _post(context: AgentContext, body: bytes) -> dict[str, Any] | AgentFai
         # the turn may have been recorded without us seeing it, so it is not asked for again
         return AgentFailure(ExitStatus.SESSION_LOST, f"session connection: {error!r}"[:300], retryable=False)
     if reply.status_code == 200:
-        return _choice(reply.content)
+        choice, tokens = _choice(reply.content)
+        context.metrics.completion_tokens += tokens
+        return choice
     return _refusal(reply)
 
 
-def _choice(content: bytes) -> dict[str, Any]:
+def _choice(content: bytes) -> tuple[dict[str, Any], int]:
+    """The reply's one choice, and how many tokens were sampled for it."""
     try:
         if len(content) > MAX_REPLY_BYTES:
             raise ValueError(f"{len(content)} bytes, limit {MAX_REPLY_BYTES}")
-        choice = orjson.loads(content)["choices"][0]
+        body = orjson.loads(content)
+        choice = body["choices"][0]
         if choice["message"]["role"] != "assistant":
             raise ValueError("not an assistant message")
-        return choice
+        return choice, int((body.get("usage") or {}).get("completion_tokens") or 0)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise AgentFailure(ExitStatus.GENERATION_ERROR, f"malformed completion: {error!r}", retryable=False) from None
 

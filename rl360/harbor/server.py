@@ -193,7 +193,8 @@ def _same(known: RunRequest, request: RunRequest) -> None:
 
 def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argparse.Namespace, token: str) -> FastAPI:
     """The HTTP face."""
-    identity = {"status": "ok", "service": "sandbox", "incarnation": uuid4().hex, "pid": os.getpid()}
+    incarnation = os.environ.get("RL360_INCARNATION") or uuid4().hex
+    identity = {"status": "ok", "service": "sandbox", "incarnation": incarnation, "pid": os.getpid()}
     expected = f"Bearer {token}".encode()
 
     @contextlib.asynccontextmanager
