@@ -46,8 +46,8 @@ class Recipe:
     """
 
     right_share: float = 0.4
-    demonstrations: int = 3200
-    steps: int = 160
+    demonstrations: int = 4000
+    steps: int = 240
     batch_size: int = 32
     lr: float = 2e-3
 
