@@ -128,7 +128,7 @@ class TrainerConfig(_Section):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
-    max_tokens_per_micro_batch: int = Field(8192, ge=64)
+    max_tokens_per_micro_batch: int = Field(4096, ge=64)
     checkpoint_every: int = Field(
         5, ge=1, le=10_000, description="steps between checkpoints", json_schema_extra=OPERATIONAL
     )

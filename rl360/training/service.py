@@ -219,7 +219,9 @@ def main(argv: list[str] | None = None) -> int:
         torch.use_deterministic_algorithms(True)  # replay must give the same bits
         torch.utils.deterministic.fill_uninitialized_memory = False
         parallel.enter(layout)
-        replica = Replica(ObjectStore.from_services(services), layout, uuid.uuid4().hex)
+        replica = Replica(
+            ObjectStore.from_services(services), layout, os.environ.get("RL360_INCARNATION") or uuid.uuid4().hex
+        )
         if torch.distributed.get_world_size() > 1:
             waiting = torch.distributed.new_group(backend="gloo", timeout=_WAIT_FOR_COMMANDS)
             if torch.distributed.get_rank() != 0:
