@@ -13,6 +13,8 @@ from rl360.config.run import RunConfig
 from rl360.config.services import Services, load_services
 from rl360.errors import BadInput, Rl360Error
 
+_EXPORT_DEADLINE_S = 900.0
+
 app = typer.Typer(no_args_is_help=True, help="Start, resume, watch and list runs.")
 
 SetOption = Annotated[
@@ -131,6 +133,36 @@ def cancel(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None
     for item in active:
         api.set_state(item.id, "CANCELLING", "cancelled from the command line")
         typer.echo(f"cancelling {item.name} ({api.run_url(item.id)})")
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    target: Annotated[str, typer.Argument(help="New directory on the trainer's machine, or s3://bucket/prefix.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Write a run's newest policy as a Hugging Face directory that SGLang and transformers load.
+
+    Example: rl360 run export demo ./demo-policy
+    """
+    import asyncio
+
+    import httpx
+
+    from rl360.training.client import TrainerClient
+
+    if dtype not in ("bfloat16", "float32"):
+        raise BadInput(f"dtype {dtype!r} is not one of bfloat16, float32")
+    services = load_services()
+    place = target if target.startswith("s3://") else str(Path(target).absolute())
+
+    async def ask() -> dict[str, Any]:
+        async with httpx.AsyncClient() as http:
+            trainer = TrainerClient(services.trainer_url, http, services.auth_headers())
+            return await trainer.export(run, place, dtype, _EXPORT_DEADLINE_S)
+
+    done = asyncio.run(ask())
+    typer.echo(f"{run} version {done['version']} ({dtype}): {done['dir']}")
 
 
 def launch(services: Services, config: RunConfig, *, follow: bool) -> None:

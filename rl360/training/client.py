@@ -89,8 +89,13 @@ class TrainerClient:
         return await self._ask("PUT", f"/steps/{step}", body, deadline_s)
 
     async def checkpoint(self, run: str, step: int, deadline_s: float | None = None) -> dict[str, Any]:
-        """Save the state after `step` applied steps; nothing when it is saved already."""
+        """Save the state after step `step`; nothing when it is saved already."""
         return await self._ask("POST", f"/runs/{run}/checkpoints/{step}", b"{}", deadline_s)
+
+    async def export(self, run: str, target: str, dtype: str, deadline_s: float | None = None) -> dict[str, Any]:
+        """Write the run's newest weights as a Hugging Face directory: an absolute path or s3://bucket/prefix, new."""
+        body = orjson.dumps({"dir": target, "dtype": dtype})
+        return await self._ask("POST", f"/runs/{run}/export", body, deadline_s)
 
     async def checksums(self, run: str, version: str, deadline_s: float | None = None) -> ChecksumReply:
         """What would travel as `version`, and what an engine that holds it must answer."""

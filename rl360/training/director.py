@@ -7,6 +7,7 @@ last checkpoint and the records say how to rebuild it.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rl360.config.run import RunConfig, frozen_differences
 from rl360.config.services import Services
 from rl360.errors import BadInput, Rl360Error, StoreUnavailable
+from rl360.store.folders import upload_folder
 from rl360.store.layout import run_config_key, step_key
 from rl360.training import checkpoints
 from rl360.training.replica import (
@@ -56,11 +58,11 @@ class StepBody(BaseModel):
 
 
 class ExportBody(BaseModel):
-    """Body of `POST /runs/{run}/export`: a new directory on the trainer's machine."""
+    """Body of `POST /runs/{run}/export`: a new directory on the trainer's machine, or a new prefix in the store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dir: str = Field(pattern=r"^/", description="absolute path that does not exist yet")
+    dir: str = Field(pattern=r"^(/|s3://)", description="absolute path, or s3://bucket/prefix, that does not exist yet")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
@@ -230,5 +232,11 @@ class Director:
         at = self._ensure_open(run)
         if self.pending is not None:
             raise Conflict(f"step {self.pending.step} of {run} is not recorded yet; ask for it again first")
-        export_dir(self.everyone(GatherWeights()), at.model_dir, Path(body.dir), getattr(torch, body.dtype))
+        weights, dtype = self.everyone(GatherWeights()), getattr(torch, body.dtype)
+        if body.dir.startswith("s3://"):
+            with tempfile.TemporaryDirectory(prefix="rl360-export-") as scratch:
+                export_dir(weights, at.model_dir, Path(scratch) / "policy", dtype)
+                upload_folder(self.services, Path(scratch) / "policy", body.dir)
+        else:
+            export_dir(weights, at.model_dir, Path(body.dir), dtype)
         return {"run": run, "version": at.version, "weights_digest": at.digest, "dir": body.dir, "dtype": body.dtype}

@@ -111,6 +111,20 @@ def test_report_is_one_page_that_needs_nothing(cli: Cli, run: str, tmp_path: Pat
         assert Path(png).read_bytes().startswith(b"\x89PNG")
 
 
+def test_export_is_a_policy_others_load(
+    cli: Cli, services: Services, store: ObjectStore, run: str, tmp_path: Path
+) -> None:
+    done = cli("run", "export", run, str(tmp_path / "policy"))
+    assert done.returncode == 0, done.stderr
+    local = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    assert (tmp_path / "policy" / "chat_template.jinja").is_file()
+    done = cli("run", "export", run, f"s3://{services.s3_bucket}/exports/{run}")
+    assert done.returncode == 0, done.stderr
+    assert store.get(f"exports/{run}/model.safetensors") == local
+    again = cli("run", "export", run, f"s3://{services.s3_bucket}/exports/{run}")
+    assert (again.returncode, "new prefix" in again.stderr) == (2, True), again.stderr
+
+
 def test_the_form_refuses_what_the_config_refuses(services: Services, cli: Cli) -> None:
     api = services.prefect_api_url
     deployment = httpx.get(f"{api}/deployments/name/rl_run/local", timeout=20).json()
