@@ -26,6 +26,7 @@ from rl360.config.services import Services
 from rl360.errors import CorruptObject
 from rl360.harbor.protocol import RunReply, RunRequest, SandboxLimits
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
+from rl360.pools import busy_pool
 from rl360.sessions.sample import AttemptRecord, MergedSample
 from rl360.store.codec import unpack
 
@@ -72,7 +73,7 @@ class RolloutClient:
         self._http = httpx.AsyncClient(
             headers=services.auth_headers(),
             timeout=httpx.Timeout(deadlines.collect_s, connect=5.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            limits=busy_pool(),
         )
 
     async def __aenter__(self) -> RolloutClient:

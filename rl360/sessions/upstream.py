@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import orjson
 
+from rl360.pools import busy_pool
 from rl360.sessions.core import Completion, PreparedTurn, Sampling
 from rl360.sessions.refusals import Refusal, SessionRefusal
 
@@ -35,7 +36,7 @@ class Upstream:
         self._end_id = end_id
         self._deadline_s = deadline_s
         self._timeout = httpx.Timeout(deadline_s, connect=min(5.0, deadline_s)).as_dict()
-        limits = httpx.Limits(max_connections=2 * MAX_CONCURRENT, max_keepalive_connections=MAX_CONCURRENT)
+        limits = busy_pool(2 * MAX_CONCURRENT)
         # the transport without the client around it: no cookies, redirects, auth or proxies, half the CPU of a call
         self._transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
 
