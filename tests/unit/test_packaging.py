@@ -103,12 +103,6 @@ def test_every_declared_library_has_its_reason() -> None:
         assert re.search(rf"\b{re.escape(package)}\b", table), f"docs/dependencies.md does not explain {package}"
 
 
-def test_the_dependency_rule_between_the_layers() -> None:
-    for name, files in imported().items():
-        if name == "prefect":
-            assert not [path for path in files if path.startswith("rl360/")], files
-
-
 def test_the_package_installs_its_command() -> None:
     assert PROJECT["project"]["scripts"] == {"rl360": "rl360.cli:main"}
     try:
