@@ -754,8 +754,7 @@ def sweep(tmp_path: Path, folders: list[Path]) -> list[Any]:
 def test_oracle_passes_and_nop_fails(tmp_path: Path, root: Path) -> None:
     if not root.is_dir():
         pytest.skip(f"{root.name} is not here")
-    folders = task_dirs(root)
-    for result in sweep(tmp_path, folders[:: max(1, len(folders) // 6)][:6]):
+    for result in sweep(tmp_path, task_dirs(root)):
         assert (result.problem, result.oracle, result.nop) == (None, 1.0, 0.0), result
 
 
