@@ -25,7 +25,7 @@ def _default(value: Any) -> Any:
         dtype = array.dtype.newbyteorder("<").str if array.dtype.itemsize > 1 else array.dtype.str
         if dtype not in _DTYPES:
             raise BadInput(f"cannot store an array of dtype {array.dtype}; use one of {sorted(_DTYPES)}")
-        header = msgpack.packb([dtype, list(array.shape)])
+        header = msgpack.packb([dtype, list(value.shape)])  # not array's: making it contiguous adds an axis to a scalar
         body = array.astype(_DTYPES[dtype], copy=False)
         return msgpack.ExtType(ARRAY_EXT, header + body.tobytes())
     if isinstance(value, np.integer):
@@ -34,6 +34,8 @@ def _default(value: Any) -> Any:
         return float(value)
     if isinstance(value, np.bool_):
         return bool(value)
+    if isinstance(value, int):
+        raise BadInput(f"cannot store the integer {value}: it needs more than 64 bits")
     raise BadInput(f"cannot store a value of type {type(value).__name__}")
 
 
@@ -55,7 +57,10 @@ def _ext_hook(code: int, data: bytes) -> Any:
 
 def pack(value: Any) -> bytes:
     """Encode plain values and numpy arrays. Refuses what it cannot store exactly (`BadInput`)."""
-    return msgpack.packb(value, default=_default, use_bin_type=True)
+    try:
+        return msgpack.packb(value, default=_default, use_bin_type=True)
+    except ValueError as error:  # text that is no UTF-8, nesting without end
+        raise BadInput(f"cannot store this value: {error}") from None
 
 
 def unpack(data: bytes, key: str) -> Any:
