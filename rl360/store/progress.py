@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rl360.errors import BadInput
 from rl360.store.layout import check_run, manifest_key
 from rl360.store.manifest import read_manifest
 from rl360.store.object_store import ObjectStore
@@ -28,10 +29,16 @@ def next_step(store: ObjectStore, run: str) -> int:
 
 
 def weight_version(store: ObjectStore, run: str, step: int) -> str:
-    """The version `step` samples from: `run:k` with k optimizer steps applied before it."""
+    """The version `step` samples from: `run:k` with k optimizer steps applied before it.
+
+    `BadInput` when the step before it has not trained: there is no such version.
+    """
     if step == 0:
         return f"{run}:0"
     trained = read_manifest(store, run, step - 1, "train")
     if trained is None:
-        raise KeyError(manifest_key(run, step - 1, "train"))
+        raise BadInput(
+            f"step {step} of {run} cannot start: step {step - 1} has not trained; start it without a step number, or "
+            f"at step {next_step(store, run)}"
+        )
     return f"{run}:{trained.info['version_after']}"
