@@ -13,11 +13,14 @@ steps end on a plateau where commands have the right form and random words.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from rl360.policy.tokenizer import END, PAD, VOCAB_SIZE, save_tokenizer
 
@@ -27,6 +30,18 @@ LAYERS = 3
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 32, 128
 EMBEDDING_STD = 0.1
 COPY_GAIN = 3.0
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Loading and saving a few megabytes needs no bars on the screen; the setting is put back."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def model_config(tokenizer: Tokenizer, layers: int = LAYERS) -> Qwen3Config:
@@ -77,6 +92,7 @@ def write_model(folder: Path, tokenizer: Tokenizer, seed: int, layers: int = LAY
     model.generation_config = GenerationConfig(
         bos_token_id=None, eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
     )
-    model.save_pretrained(str(folder))
+    with no_progress_bars():
+        model.save_pretrained(str(folder))
     save_tokenizer(tokenizer, folder)
     return folder

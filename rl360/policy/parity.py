@@ -57,7 +57,10 @@ def transformers_logprobs(hf_dir: Path, sequences: Sequence[np.ndarray]) -> list
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(hf_dir), dtype=torch.float32, local_files_only=True).eval()
+    from rl360.policy.model import no_progress_bars
+
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(str(hf_dir), dtype=torch.float32, local_files_only=True).eval()
     found = []
     with torch.no_grad():
         for sequence in sequences:

@@ -47,7 +47,7 @@ class Recipe:
 
     right_share: float = 0.4
     demonstrations: int = 4000
-    steps: int = 240
+    steps: int = 320
     batch_size: int = 32
     lr: float = 2e-3
 
