@@ -89,7 +89,10 @@ def service_token() -> str:
     path = os.environ.get("RL360_TOKEN_FILE", "")
     if not path:
         raise Rl360Error("RL360_TOKEN_FILE is not set: a service needs the path of its 0600 token file")
-    token = Path(path).read_text().strip()
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Rl360Error(f"cannot read the token in {path} ({type(error).__name__}); run `rl360 up`") from None
     if len(token) < 16:
         raise Rl360Error(f"token in {path} is {len(token)} characters, need at least 16")
     return token

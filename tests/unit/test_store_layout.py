@@ -33,6 +33,6 @@ def test_good_names(run: str) -> None:
 @pytest.mark.parametrize("run", ["", "a", "-ab", "A1", "a_b", "a/b", "../x", "a b", "a" * 42, "r1\n", "é1"])
 @pytest.mark.parametrize("key", [layout.check_run, layout.run_config_key, lambda run: layout.step_key(run, 0, "x")])
 def test_bad_names_are_one_line(key: object, run: str) -> None:
-    with pytest.raises(BadInput, match="run name .*: use 2 to 41") as error:
+    with pytest.raises(BadInput, match=r"run name .*: use 2 to 41") as error:
         key(run)  # type: ignore[operator]
     assert "\n" not in str(error.value)

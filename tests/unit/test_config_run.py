@@ -1,0 +1,176 @@
+"""The run's config: closed, explained in one line, with nothing in it that the rest of the product does not read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from rl360.config.run import DeadlinesConfig, RunConfig, frozen_differences
+from rl360.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def leaves(section: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Path of every field that holds a value."""
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from leaves(info.annotation, (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+def nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    return {path[0]: nested(path[1:], value) if len(path) > 1 else value}
+
+
+def test_the_default_is_a_config_and_survives_its_own_bytes() -> None:
+    config = RunConfig()
+    assert RunConfig.parse(config.to_json()) == config
+    assert RunConfig.parse({}) == config
+
+
+def test_the_bytes_are_canonical() -> None:
+    one = RunConfig.parse({"seed": 3, "run": "r1"})
+    other = RunConfig.parse(b'{"run": "r1", "seed": 3}')
+    assert one.to_json() == other.to_json()
+    assert list(orjson.loads(one.to_json())) == sorted(orjson.loads(one.to_json()))
+
+
+@pytest.mark.parametrize("path", list(leaves()), ids=".".join)
+def test_every_field_is_read_somewhere(path: tuple[str, ...]) -> None:
+    """A field that nothing reads is a switch that is not connected."""
+    if path in {("objective", "estimator"), ("objective", "reduction")}:
+        return  # one allowed value each: they name what is computed, for the record in config.json
+    word = re.compile(rf"\.{path[-1]}\b")
+    readers = [
+        file
+        for layer in ("rl360", "tasks", "flows")
+        for file in (ROOT / layer).rglob("*.py")
+        if file.name != "run.py" or file.parent.name != "config"
+        if word.search(file.read_text())
+    ]
+    own = word.search((ROOT / "rl360/config/run.py").read_text()) if path[0] == "deadlines" else None
+    assert readers or own, f"nothing reads {'.'.join(path)}"
+
+
+@pytest.mark.parametrize("path", [*leaves(), *((*p[:-1], p[-1] + "x") for p in leaves())], ids=".".join)
+def test_misspelt_keys_and_wrong_types_are_one_line(path: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput) as error:
+        RunConfig.parse(nested(path, {"not": "a value"}), where="r.yaml")
+    assert str(error.value).startswith("r.yaml: ")
+    assert ".".join(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_fault_is_named_with_its_value() -> None:
+    with pytest.raises(BadInput) as error:
+        RunConfig.parse({"seed": -1, "rolout": {}, "trainer": {"lr": "fast"}, "run": "Bad Name"})
+    text = str(error.value)
+    for part in ("seed", "'-1'", "unknown key rolout", "trainer.lr", "'fast'", "run", "'Bad Name'"):
+        assert part in text, part
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("data", [b"{", "nope", b"[1]", b"null", b'{"seed": 1e999}'])
+def test_what_is_no_config_at_all_is_one_line(data: bytes | str) -> None:
+    with pytest.raises(BadInput) as error:
+        RunConfig.parse(data, where="x")
+    assert str(error.value).startswith("x: ") and "\n" not in str(error.value)
+
+
+def test_a_client_that_gives_up_before_its_attempt_ends_is_refused_with_the_sum() -> None:
+    parts = DeadlinesConfig()
+    total = parts.queue_s + parts.setup_s + parts.agent_s + parts.verifier_s + parts.collect_s + parts.slack_s
+    assert RunConfig.parse({"deadlines": {"client_s": total}}).deadlines.client_s == total
+    with pytest.raises(BadInput) as error:
+        RunConfig.parse({"deadlines": {"client_s": total - 1}})
+    for part in (f"client_s {total - 1:g}", "queue 120", "agent 60", f"= {total:g}", "raise client_s or lower a part"):
+        assert part in str(error.value)
+
+
+def test_frozen_fields_differ_with_both_values_operational_ones_do_not() -> None:
+    frozen = RunConfig()
+    wanted = RunConfig.parse(
+        {"seed": 7, "steps": 99, "trainer": {"lr": 0.01, "checkpoint_every": 2}, "rollout": {"wave_size": 8}}
+    )
+    assert frozen_differences(frozen, wanted) == ["seed: 0 -> 7", "trainer.lr: 0.0003 -> 0.01"]
+    assert frozen_differences(frozen, frozen) == []
+
+
+def test_operational_means_it_cannot_change_what_is_computed() -> None:
+    """The whole list, so that marking one more field is a decision that this test sees."""
+    config = RunConfig()
+    changed = {
+        "steps": 31,
+        "rollout": {"wave_size": 1, "wave_interval_s": 1, "max_concurrent": 1, "infra_retries": 2},
+        "deadlines": {"queue_s": 1, "setup_s": 1, "collect_s": 1, "slack_s": 1, "client_s": 999, "train_s": 1},
+        "trainer": {"checkpoint_every": 1},
+        "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2},
+    }
+    assert frozen_differences(config, RunConfig.parse(changed)) == []
+    operational = {path for path in leaves() if path[0] in changed and _in(changed, path)}
+    for path in set(leaves()) - operational:
+        value = config.model_dump()
+        for name in path:
+            value = value[name]
+        other = {
+            "clip_low": 0.1,
+            "top_p": 0.5,
+            "estimator": None,
+            "reduction": None,
+            "transport": None,
+            "old_policy": "rollout",
+            "dtype": "bfloat16",
+            "pause_mode": "abort",
+            "run": "other",
+        }.get(path[-1], _another(value))
+        if other is not None:
+            assert len(frozen_differences(config, RunConfig.parse(nested(path, other)))) == 1, path
+
+
+def _in(changed: dict[str, Any], path: tuple[str, ...]) -> bool:
+    held: Any = changed
+    for name in path:
+        if not isinstance(held, dict) or name not in held:
+            return False
+        held = held[name]
+    return True
+
+
+def _another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value / 2 if 0 < value < 1 else value + 1 if value > 1 or value <= 0 else 0.5
+    return f"{value}x"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "seed": st.integers(0, 2**31 - 1),
+            "steps": st.integers(1, 10**6),
+            "rollout": st.fixed_dictionaries(
+                {}, optional={"temperature": st.floats(0.01, 2), "top_k": st.integers(-1, 99)}
+            ),
+            "objective": st.fixed_dictionaries({}, optional={"tis_cap": st.none() | st.floats(0.1, 10)}),
+        },
+    )
+)
+def test_any_config_survives_its_bytes(fields: dict[str, Any]) -> None:
+    config = RunConfig.parse(fields)
+    again = RunConfig.parse(config.to_json())
+    assert again == config
+    assert again.to_json() == config.to_json()
+    assert frozen_differences(config, again) == []
