@@ -6,7 +6,6 @@ Errors a person can meet are one line on stderr: exit 2 for bad input, 1 for eve
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from dataclasses import dataclass
 
@@ -27,28 +26,21 @@ COMMANDS = {
     "logs": Entry("services", "Print the end of a service's log."),
     "down": Entry("services", "Stop everything and prove that nothing is left."),
     "demo": Entry("demo", "Services, a run and its report in one go."),
-    "run": Entry("run", "Start, watch, list, resume and fork runs."),
-    "replay": Entry("run", "Run a past task again on its stored inputs and compare."),
+    "run": Entry("run", "Start, resume, watch, list, cancel and export runs."),
     "ledger": Entry("ledger", "What every token of a run became."),
     "report": Entry("report", "Figures and the page of a run."),
-    "bench": Entry("bench", "Measure against a baseline."),
     "fleet": Entry("fleet", "Engines: their states, and confirming that one is gone."),
     "model": Entry("model", "The starting policy: warm start and parity."),
-    "tasks": Entry("tasks", "Task sets: list, check and try tasks."),
+    "tasks": Entry("tasks", "Task sets: check that tasks can be trusted."),
 }
 
 
 ABOUT = "RL post-training of coding agents: every step a Prefect flow, every token accounted for."
 
 
-def available() -> list[str]:
-    """Commands whose module is there."""
-    return [name for name, entry in COMMANDS.items() if importlib.util.find_spec(f"rl360.commands.{entry.module}")]
-
-
 def help_text() -> str:
     """What `rl360 --help` prints, without importing any command."""
-    rows = "\n".join(f"  {name:<8}{COMMANDS[name].help}" for name in available())
+    rows = "\n".join(f"  {name:<8}{entry.help}" for name, entry in COMMANDS.items())
     return (
         f"Usage: rl360 COMMAND [ARGS]...\n\n{ABOUT}\n\nCommands:\n{rows}\n\n"
         "`rl360 COMMAND --help` explains one. Options: --help, --version.\nExample: rl360 up && rl360 run list"
@@ -81,8 +73,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"rl360 {version('rl360')}")
         sys.exit(0)
     try:
-        if args[0] not in available():
-            raise BadInput(f"no command {args[0]!r}; choose among {', '.join(available())}")
+        if args[0] not in COMMANDS:
+            raise BadInput(f"no command {args[0]!r}; choose among {', '.join(COMMANDS)}")
         run_command(args[0], args[1:])
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)

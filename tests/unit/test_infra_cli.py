@@ -40,6 +40,12 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
     assert f"Example: rl360 {command}" in out
 
 
+def test_every_listed_command_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in cli.COMMANDS:
+        code, out, err = run(capsys, command, "--help")
+        assert (code, "Usage" in out) == (0, True), f"{command}: {err}"
+
+
 def test_an_unknown_command_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "upp")
     assert code == 2
