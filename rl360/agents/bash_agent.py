@@ -40,6 +40,9 @@ async def run(context: AgentContext) -> AgentEnd:
     while True:
         choice = await _sample(context, messages)
         if choice is None:
+            if context.metrics.turns == 0:  # no token was sampled: there is nothing to judge and nothing to train
+                message = "the first prompt leaves no room for a reply; raise rollout.max_seq_len"
+                raise AgentFailure(ExitStatus.GENERATION_ERROR, message, retryable=False)
             return AgentEnd(ExitStatus.LENGTH_LIMIT, "no room for another turn")
         context.metrics.turns += 1
         message = choice["message"]

@@ -73,6 +73,12 @@ def test_length_ends_it(sessions: ScriptedSessions) -> None:
         assert end.exit_status == ExitStatus.LENGTH_LIMIT and metrics.turns == 1
 
 
+def test_a_prompt_that_fills_the_sequence_is_named(sessions: ScriptedSessions) -> None:
+    failure, metrics = play(sessions, Fail(409, "length"))
+    assert isinstance(failure, AgentFailure) and failure.exit_status == ExitStatus.GENERATION_ERROR
+    assert "raise rollout.max_seq_len" in str(failure) and metrics.turns == 0
+
+
 def test_turn_limit_runs_the_last_call(sessions: ScriptedSessions) -> None:
     end, metrics = play(sessions, *[Bash("echo x")] * 9, max_turns=2)
     assert end.exit_status == ExitStatus.TURN_LIMIT
