@@ -14,11 +14,11 @@ from prefect import task
 from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
 from rl360.config.run import RunConfig
 from rl360.sessions.sample import AttemptRecord
-from rl360.store.codec import pack, unpack
+from rl360.store.codec import pack, sha256_hex, unpack
 from rl360.store.layout import attempt_key, step_key
 from rl360.store.manifest import Manifest, ObjectRef, get_object, put_object
 from rl360.tasksets.plan import StepPlan
-from tasks.durable import RULES, Job, Produced, once
+from tasks.durable import RULES, SAFE_TO_REPEAT, Job, Produced, once
 
 
 def wave_task(wave: int) -> str:
@@ -58,7 +58,7 @@ def _stored(job: Job, wave: int) -> tuple[dict[str, ObjectRef], dict[str, Attemp
     for key in job.store.list(step_key(job.run, job.step, f"attempts/{wave:04}/")):
         data = job.store.get_required(key)
         record = AttemptRecord.from_wire(unpack(data, key), key)
-        refs[record.attempt_id] = put_object(job.store, key, data)
+        refs[record.attempt_id] = ObjectRef(key=key, sha256=sha256_hex(data), size_bytes=len(data))
         records[record.attempt_id] = record
     return refs, records
 
@@ -76,10 +76,24 @@ async def _run_wave(
         refs[record.attempt_id] = put_object(job.store, key, pack(record.to_wire()))
         records[record.attempt_id] = record
 
-    client = RolloutClient(job.services, job.config, job.step, weight_version)
-    async with client, asyncio.TaskGroup() as group:
-        for spec in specs:
-            earlier: list[AttemptRecord] = []
-            while (stored := records.get(spec.attempt_id(len(earlier)))) is not None:
-                earlier.append(stored)
-            group.create_task(roll_out_slot(client, spec, earlier, keep))
+    slots = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
+
+    async def one(client: RolloutClient, spec: AttemptSpec) -> None:
+        earlier: list[AttemptRecord] = []
+        while (stored := records.get(spec.attempt_id(len(earlier)))) is not None:
+            earlier.append(stored)
+        async with slots:
+            await roll_out_slot(client, spec, earlier, keep)
+
+    try:
+        client = RolloutClient(job.services, job.config, job.step, weight_version)
+        async with client, asyncio.TaskGroup() as group:
+            for spec in specs:
+                group.create_task(one(client, spec))
+    except ExceptionGroup as failed:
+        raise gravest(failed) from None
+
+
+def gravest(failed: ExceptionGroup) -> Exception:
+    """The one error to report of a wave's: one that forbids a retry before one that allows it."""
+    return min(failed.exceptions, key=lambda error: isinstance(error, SAFE_TO_REPEAT))

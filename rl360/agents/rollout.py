@@ -12,6 +12,7 @@ the tokens it sampled stay accounted for.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import zlib
 from collections.abc import Callable
@@ -23,15 +24,17 @@ from pydantic import ValidationError
 
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
-from rl360.errors import CorruptObject
+from rl360.errors import BadInput, CorruptObject
+from rl360.harbor.outcome import RETRYABLE
 from rl360.harbor.protocol import RunReply, RunRequest, SandboxLimits
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.pools import busy_pool
 from rl360.sessions.sample import AttemptRecord, MergedSample
 from rl360.store.codec import unpack
 
-_CONNECT_TRIES = 4
-_CONNECT_PAUSE_S = 0.5
+_PATIENCE_S = 30.0  # how long a server may refuse connections (it restarts) or have no room before a try is lost
+_PAUSE_S = (0.5, 3.0)  # first and longest pause between two requests
+_REFUSED = frozenset({400, 401, 403})  # the same request can never work, for this try and for all others
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ class RolloutClient:
         await self._http.aclose()
 
     async def attempt(self, spec: AttemptSpec, try_index: int) -> AttemptRecord:
-        """Run one try to its end. Never raises for what a server or the network does: that is an outcome."""
+        """Run one try to its end. What a server or the network does is an outcome; a request that a server refuses as
+        wrong (a task it cannot run, another token) raises `BadInput`, for no other attempt would fare better."""
         attempt_id = spec.attempt_id(try_index)
         started_at = time.time()
         session_id, sample, reply = "", None, None
@@ -145,8 +149,11 @@ class RolloutClient:
         }
         url = f"{_spread(self.services.session_urls, attempt_id)}/sessions"
         response = await self._send("POST", url, body, self.config.deadlines.collect_s, Outcome.SESSION_LOST)
-        reply = orjson.loads(response.content)
-        return reply["session_id"], reply["base_url"]
+        try:
+            reply = orjson.loads(response.content)
+            return str(reply["session_id"]), str(reply["base_url"])
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise _Lost(Outcome.SESSION_LOST, f"{url}: reply is not a session ({error!r})"[:500]) from None
 
     async def _run(self, spec: AttemptSpec, attempt_id: str, base_url: str) -> RunReply:
         config, deadlines = self.config, self.config.deadlines
@@ -192,25 +199,31 @@ class RolloutClient:
     async def _send(
         self, method: str, url: str, body: dict | None, timeout_s: float, lost_as: Outcome
     ) -> httpx.Response:
-        """One request; a refused connection is tried again for a moment (a restarting server), nothing else is."""
+        """One request, again while the server refuses connections or has no room, within `_PATIENCE_S`; nothing else is
+        sent twice: these are known not to have begun."""
         content = orjson.dumps(body) if body is not None else None
         headers = {"content-type": "application/json"} if content is not None else {}
-        for attempt in range(_CONNECT_TRIES):
+        give_up_at, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S[0]
+        while True:
             try:
                 response = await self._http.request(
                     method, url, content=content, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0)
                 )
-            except httpx.ConnectError as error:
-                if attempt + 1 < _CONNECT_TRIES:
-                    await asyncio.sleep(_CONNECT_PAUSE_S * 2**attempt)
-                    continue
-                raise _Lost(lost_as, f"{url} refuses connections ({error})") from None
+                if response.status_code < 300:
+                    return response
+                said = f"{url} answered {response.status_code}: {' '.join(response.text.split())[:300]}"
+                if response.status_code in _REFUSED:
+                    raise BadInput(said)
+                if response.status_code != 503:
+                    raise _Lost(lost_as, said)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                said = f"{url} refuses connections ({error})"
             except httpx.HTTPError as error:
                 raise _Lost(lost_as, f"{url}: {type(error).__name__} after at most {timeout_s:g} s") from None
-            if response.status_code >= 300:
-                raise _Lost(lost_as, f"{url} answered {response.status_code}: {response.text[:200]}")
-            return response
-        raise _Lost(lost_as, f"{url} refuses connections")
+            if time.monotonic() + pause_s > give_up_at:
+                raise _Lost(lost_as, said)
+            await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
+            pause_s = min(2 * pause_s, _PAUSE_S[1])
 
 
 async def roll_out_slot(
@@ -219,13 +232,14 @@ async def roll_out_slot(
     earlier: list[AttemptRecord],
     keep: Callable[[AttemptRecord], None],
 ) -> None:
-    """Bring one planned attempt to its end: tries until one has a verdict or the infra budget is spent.
+    """Bring one planned attempt to its end: tries until one has a verdict, ended in a way that another try would not
+    change (a broken verifier, a fault of the agent's code), or the infra budget is spent.
 
     `earlier` holds the tries an earlier, killed run of the wave already stored, in order; `keep` stores a record
     (blocking; called in a thread) and only then is its session closed.
     """
     tries = list(earlier)
-    while not tries or (tries[-1].outcome not in HAS_VERDICT and len(tries) <= client.config.rollout.infra_retries):
+    while not tries or (tries[-1].outcome in RETRYABLE and len(tries) <= client.config.rollout.infra_retries):
         record = await client.attempt(spec, len(tries))
         await asyncio.to_thread(keep, record)
         if record.session_id:

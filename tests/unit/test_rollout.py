@@ -1,0 +1,136 @@
+"""The rollout function and a wave's errors, over HTTP: what is an outcome, what is asked again, what stops a step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from rl360.agents import rollout
+from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
+from rl360.config.run import RunConfig
+from rl360.config.services import Services
+from rl360.errors import BadInput, CorruptObject, StoreUnavailable
+from rl360.ledger.outcomes import Outcome
+from rl360.sessions.sample import AttemptRecord
+from tasks.launch_waves import waves_at_once
+from tasks.roll_out import gravest
+
+SPEC = AttemptSpec("s000000-g000-a00", "s000000-g000", "hello", "/tasks/hello", "d")
+GONE = "http://127.0.0.1:9"
+
+
+def run_reply(outcome: str) -> dict:
+    cleanup = {"confirmed": True, "evidence": "seen"}
+    return {"trial_id": "1", "outcome": outcome, "exit_status": "x", "cleanup": cleanup}
+
+
+@contextmanager
+def server(*answers: tuple[int, object]) -> Iterator[tuple[str, list[str]]]:
+    """Answers `/run` with these in turn, the last one again and again; a session is always made and never merges."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            if self.path == "/run":
+                status, body = answers[min(asked.count("/run"), len(answers) - 1)]
+            else:
+                status, body = 200, {"session_id": "a", "base_url": "http://h/sessions/a/v1"}
+            asked.append(self.path)
+            self.answer(status, body)
+
+        def do_GET(self) -> None:
+            self.answer(422, {"error": "no turn"})
+
+        def do_DELETE(self) -> None:
+            self.answer(200, {})
+
+        def answer(self, status: int, body: object) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}", asked
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+def roll_out(home: Path, url: str, sessions: str | None = None) -> list[AttemptRecord]:
+    (home / "secrets.json").write_text(json.dumps({"token": "t" * 16, "s3_access_key": "a", "s3_secret_key": "b"}))
+    (home / "secrets.json").chmod(0o600)
+    urls = dict.fromkeys(("prefect_api_url", "prefect_ui_url", "s3_endpoint", "gateway_url", "trainer_url"), GONE)
+    services = Services(
+        home=str(home), s3_bucket="b", engine_urls=[GONE], session_urls=[sessions or url], sandbox_urls=[url],
+        model_dir="m", **urls,
+    )  # fmt: skip
+    kept: list[AttemptRecord] = []
+
+    async def go() -> None:
+        async with RolloutClient(services, RunConfig(), 0, "demo:0") as client:
+            await roll_out_slot(client, SPEC, [], kept.append)
+
+    asyncio.run(go())
+    return kept
+
+
+@pytest.mark.parametrize("status", [400, 401])
+def test_a_request_that_can_never_work_stops_the_step(tmp_path: Path, status: int) -> None:
+    refusal = pytest.raises(BadInput, match=f"answered {status}: .*Dockerfile needs an image")
+    with server((status, {"error": "Dockerfile needs an image"})) as (url, asked), refusal:
+        roll_out(tmp_path, url)
+    assert asked.count("/run") == 1
+
+
+def test_a_full_queue_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "_PAUSE_S", (0.01, 0.02))
+    with server((503, "full"), (503, "full"), (200, run_reply("verifier_error"))) as (url, asked):
+        records = roll_out(tmp_path, url)
+    assert [record.outcome for record in records] == [Outcome.VERIFIER_ERROR]
+    assert asked.count("/run") == 3
+
+
+@pytest.mark.parametrize(("outcome", "tries"), [("sandbox_lost", 2), ("no_engine", 2), ("no_verdict", 1)])
+def test_only_what_another_try_may_change_is_tried_again(tmp_path: Path, outcome: str, tries: int) -> None:
+    with server((200, run_reply(outcome))) as (url, _):
+        records = roll_out(tmp_path, url)
+    assert [record.outcome for record in records] == [Outcome(outcome)] * tries
+    assert [record.try_index for record in records] == list(range(tries))
+
+
+def test_a_server_that_stays_away_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(rollout, "_PAUSE_S", (0.01, 0.02))
+    with server((200, run_reply("failed"))) as (url, asked):
+        records = roll_out(tmp_path, url, sessions=GONE)
+    assert {record.outcome for record in records} == {Outcome.SESSION_LOST}
+    assert "refuses connections" in records[0].detail and not asked
+
+
+def test_a_waves_error_keeps_its_type() -> None:
+    down, broken = StoreUnavailable("down"), CorruptObject("k", "broken")
+    assert gravest(ExceptionGroup("", [down])) is down
+    assert gravest(ExceptionGroup("", [down, broken])) is broken
+
+
+def test_waves_in_flight_follow_the_plan_not_the_newest_wave_size() -> None:
+    assert waves_at_once({"attempts": 256, "waves": 4, "wave_size": 64}, 128) == 2
+    assert waves_at_once({"attempts": 256, "waves": 4}, 64) == 1
+    assert waves_at_once({"attempts": 256, "waves": 1, "wave_size": 256}, 8) == 1
