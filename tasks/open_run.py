@@ -6,6 +6,7 @@ from prefect import task
 
 from rl360.config.freeze import freeze_config
 from rl360.config.run import RunConfig
+from rl360.errors import BadInput
 from rl360.store.progress import next_step
 from tasks.durable import RULES, open_job
 
@@ -15,4 +16,9 @@ def open_run(config: RunConfig, step: int | None) -> tuple[RunConfig, int]:
     """The frozen config with this call's operational fields, and `step` or else the first one not finished."""
     job = open_job(config, step or 0, "open_run")
     frozen = freeze_config(job.store, config, default_model=job.services.model_dir)
-    return frozen, next_step(job.store, config.run) if step is None else step
+    following = next_step(job.store, config.run)
+    if step is not None and not 0 <= step <= following:
+        raise BadInput(
+            f"step {step} of {config.run} cannot run: the next unfinished step is {following}; leave it empty"
+        )
+    return frozen, following if step is None else step
