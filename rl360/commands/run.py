@@ -30,13 +30,18 @@ def register(root: typer.Typer) -> None:
 
 def read_config(path: Path | None, fields: list[str] | None, **overrides: Any) -> RunConfig:
     """A config from a JSON or YAML file, `--set a.b=value` fields and named overrides (None: not given)."""
+    return RunConfig.parse(read_fields(path, fields, **overrides), where=str(path) if path else "config")
+
+
+def read_fields(path: Path | None, fields: list[str] | None, **overrides: Any) -> dict[str, Any]:
+    """What `read_config` validates: only the fields that were given."""
     value: dict[str, Any] = {}
     if path is not None:
         import yaml
 
         try:
             loaded = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise BadInput(f"cannot read config {path}: {' '.join(str(error).split())}") from None
         if not isinstance(loaded, dict):
             raise BadInput(f"config {path} holds {type(loaded).__name__}, expected a map of fields")
@@ -56,7 +61,7 @@ def read_config(path: Path | None, fields: list[str] | None, **overrides: Any) -
         except orjson.JSONDecodeError:
             section[last] = text
     value.update({key: item for key, item in overrides.items() if item is not None})
-    return RunConfig.parse(value, where=str(path) if path else "config")
+    return value
 
 
 @app.command()
@@ -90,9 +95,7 @@ def resume(
 
     services = load_services()
     frozen = load_frozen(ObjectStore.from_services(services), run)
-    value = frozen.model_dump(mode="json")
-    changed = read_config(None, fields, run=run, steps=steps).model_dump(mode="json", exclude_unset=True)
-    launch(services, RunConfig.parse(_merge(value, changed)), follow=follow)
+    launch(services, changed_config(frozen, read_fields(None, fields, run=run, steps=steps)), follow=follow)
 
 
 @app.command("list")
@@ -191,6 +194,11 @@ def _api(services: Services) -> Any:
 def _run_of(parameters: dict[str, Any]) -> str:
     config = parameters.get("config")
     return str(config.get("run", "")) if isinstance(config, dict) else ""
+
+
+def changed_config(frozen: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """The run's config with some fields changed. Checked as a whole: what must fit together may be of both."""
+    return RunConfig.parse(_merge(frozen.model_dump(mode="json"), changes))
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

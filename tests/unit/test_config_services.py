@@ -14,7 +14,7 @@ SECRETS = {"token": "t0ken-" + "x" * 20, "s3_access_key": "access-key-1", "s3_se
 
 
 def write_home(home: Path, mode: int = 0o600, secrets: object = SECRETS) -> Services:
-    fields = {name: "-" for name in Services.model_fields}
+    fields: dict[str, object] = dict.fromkeys(Services.model_fields, "-")
     fields |= {"home": str(home)}
     lists = {name: ["http://127.0.0.1:1"] for name in ("engine_urls", "session_urls", "sandbox_urls")}
     (home / "services.json").write_bytes(orjson.dumps(fields | lists))

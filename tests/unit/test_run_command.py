@@ -1,0 +1,112 @@
+"""How `rl360 run` reads a config: file, single fields, options; and what a resume may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl360.commands.run import changed_config, read_config, read_fields
+from rl360.config.run import RunConfig
+from rl360.errors import BadInput
+
+
+def test_nothing_given_is_the_demo() -> None:
+    assert read_config(None, None) == RunConfig()
+    assert read_config(None, [], run=None, seed=None, steps=None) == RunConfig()
+
+
+@pytest.mark.parametrize("text", ['{"run": "r1", "trainer": {"lr": 0.01}}', "run: r1\ntrainer:\n  lr: 0.01\n"])
+def test_a_file_may_be_json_or_yaml(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.conf"
+    path.write_text(text)
+    config = read_config(path, None)
+    assert (config.run, config.trainer.lr) == ("r1", 0.01)
+
+
+def test_fields_win_over_the_file_and_options_over_fields(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("seed: 1\nsteps: 2\nrollout: {wave_size: 3, max_turns: 4}\n")
+    config = read_config(path, ["seed=10", "steps=20", "rollout.wave_size=30"], steps=200)
+    assert (config.seed, config.steps, config.rollout.wave_size, config.rollout.max_turns) == (10, 200, 30, 4)
+
+
+@pytest.mark.parametrize(
+    ("item", "path", "value"),
+    [
+        ("objective.tis_cap=null", ("objective", "tis_cap"), None),
+        ("objective.normalize_std=true", ("objective", "normalize_std"), True),
+        ("trainer.lr=3e-4", ("trainer", "lr"), 3e-4),
+        ("taskset.path=my/tasks", ("taskset", "path"), "my/tasks"),
+        ("taskset.path=a=b", ("taskset", "path"), "a=b"),
+        ('run="r1"', ("run",), "r1"),
+    ],
+)
+def test_values_are_json_or_else_text(item: str, path: tuple[str, ...], value: object) -> None:
+    held = read_config(None, [item]).model_dump()
+    for name in path:
+        held = held[name]
+    assert held == value
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("rollout.wave_size", "write it as field=value"),
+        ("=3", "write it as field=value"),
+        ("rollout.wavesize=3", "unknown key rollout.wavesize"),
+        ("rolout.wave_size=3", "unknown key rolout"),
+        ("rollout.wave_size=many", "rollout.wave_size: .*'many'"),
+        ("rollout.wave_size=0", "rollout.wave_size: .*'0'"),
+        ("rollout=3", "rollout: "),
+        ("a..b=3", "unknown key a"),
+    ],
+)
+def test_a_bad_field_is_one_line(item: str, words: str) -> None:
+    with pytest.raises(BadInput, match=words) as error:
+        read_config(None, [item])
+    assert "\n" not in str(error.value)
+
+
+def test_a_value_is_not_a_section() -> None:
+    with pytest.raises(BadInput, match="seed is a value, not a section"):
+        read_config(None, ["seed=3", "seed.x=4"])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (None, "cannot read config"),
+        (b"\xff\xfe\x00", "cannot read config"),
+        (b"a: [", "cannot read config"),
+        (b"", "holds NoneType, expected a map"),
+        (b"- 1", "holds list, expected a map"),
+        (b"rollout: 3", "rollout: "),
+        (b"rolout: {}", "unknown key rolout"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, data: bytes | None, words: str) -> None:
+    path = tmp_path / "run.yaml"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(BadInput, match=words) as error:
+        read_config(path, None)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_resume_changes_what_is_named_and_keeps_the_rest() -> None:
+    frozen = RunConfig.parse({"run": "r1", "seed": 4, "rollout": {"wave_size": 8, "max_turns": 3}})
+    changed = changed_config(frozen, read_fields(None, ["rollout.wave_size=16"], run="r1", steps=60))
+    assert changed == frozen.model_copy(
+        update={"steps": 60, "rollout": frozen.rollout.model_copy(update={"wave_size": 16})}
+    )
+
+
+def test_a_resume_is_checked_against_its_own_fields_not_against_defaults() -> None:
+    """900 s of queueing do not fit into the default client deadline, but they fit into this run's."""
+    frozen = RunConfig.parse({"run": "r1", "deadlines": {"client_s": 2000}})
+    assert changed_config(frozen, read_fields(None, ["deadlines.queue_s=900"])).deadlines.queue_s == 900
+    with pytest.raises(BadInput, match="client_s 2000 is less than queue 1900"):
+        changed_config(frozen, read_fields(None, ["deadlines.queue_s=1900"]))
+    with pytest.raises(BadInput, match="unknown key deadlines.queue"):
+        changed_config(frozen, read_fields(None, ["deadlines.queue=1"]))
