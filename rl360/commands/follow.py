@@ -10,19 +10,20 @@ import time
 
 import typer
 
-from rl360.commands.prefect_api import TERMINAL, PrefectApi
+from rl360.commands.prefect_api import TERMINAL, FlowRun, PrefectApi
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
-from rl360.errors import Rl360Error, StoreUnavailable
+from rl360.errors import Rl360Error, ServiceError, StoreUnavailable
 from rl360.ledger.metrics import step_json
 from rl360.ledger.read import read_step
 from rl360.report.live import LiveTable
-from rl360.store.layout import step_key
+from rl360.store.layout import manifest_key, step_key
 from rl360.store.manifest import read_manifest
 from rl360.store.object_store import ObjectStore
-from rl360.store.progress import finished_steps
+from rl360.store.progress import LAST_TASK, step_folders
 
 _POLL_S = 1.0
+_SILENCE_S = 120.0  # how long Prefect may not answer (it restarts) before following ends
 _TASKS = ("filter_groups", "train", "push_weights", "checkpoint", "report")
 
 
@@ -31,10 +32,20 @@ def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> No
     store = ObjectStore.from_services(services)
     api = PrefectApi(services.prefect_api_url, services.prefect_ui_url)
     shown: set[int] = set()
+    state: FlowRun | None = None
+    heard_at = time.monotonic()
     try:
         with LiveTable(config.run, config.steps) as table:
             while True:
-                state = api.flow_run(flow_run_id) if flow_run_id else None
+                try:
+                    state = api.flow_run(flow_run_id) if flow_run_id else None
+                    heard_at = time.monotonic()
+                except ServiceError as error:
+                    if time.monotonic() - heard_at > _SILENCE_S:
+                        raise
+                    table.update_phase(str(error))
+                    time.sleep(_POLL_S)
+                    continue
                 ended = state is None or state.state in TERMINAL
                 try:
                     _show_new_steps(store, config.run, shown, table)
@@ -57,8 +68,9 @@ def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> No
 
 
 def _show_new_steps(store: ObjectStore, run: str, shown: set[int], table: LiveTable) -> None:
-    for step in finished_steps(store, run):
-        if step not in shown:
+    for step in step_folders(store, run):
+        # asked only of what is not shown yet: this runs every second, over hundreds of steps
+        if step not in shown and store.exists(manifest_key(run, step, LAST_TASK)):
             table.add_step(step_json(read_step(store, run, step)))
             shown.add(step)
 

@@ -36,28 +36,29 @@ class PrefectApi:
         self.ui_url = ui_url
         self._http = httpx.Client(base_url=api_url.rstrip("/"), timeout=_TIMEOUT_S)
 
-    def trigger(self, deployment: str, parameters: dict[str, Any], tags: list[str] | None = None) -> FlowRun:
+    def trigger(self, deployment: str, parameters: dict[str, Any]) -> FlowRun:
         """Create a flow run of `flow/deployment`; parameters the form would refuse are refused here too."""
         found = self._call("GET", f"/deployments/name/{deployment}")
-        body = {"parameters": parameters, "tags": tags or []}
-        return _flow_run(self._call("POST", f"/deployments/{found['id']}/create_flow_run", body))
+        return _flow_run(self._call("POST", f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters}))
 
     def flow_run(self, flow_run_id: str) -> FlowRun:
         return _flow_run(self._call("GET", f"/flow_runs/{flow_run_id}"))
 
-    def active(self, deployment_prefix: str = "") -> list[FlowRun]:
-        """Deployment-made flow runs that have not ended, newest first."""
+    def active(self) -> list[FlowRun]:
+        """Flow runs that have not ended, newest first, without subflows and without what a schedule plans for later."""
         body = {
             "flow_runs": {"state": {"type": {"any_": list(ACTIVE)}}, "parent_task_run_id": {"is_null_": True}},
             "sort": "START_TIME_DESC",
             "limit": 200,
         }
-        runs = [_flow_run(item) for item in self._call("POST", "/flow_runs/filter", body)]
-        return [run for run in runs if run.name.startswith(deployment_prefix)]
+        found = self._call("POST", "/flow_runs/filter", body)
+        return [
+            _flow_run(item) for item in found if not (item.get("auto_scheduled") and item["state_name"] == "Scheduled")
+        ]
 
-    def set_state(self, flow_run_id: str, state: str, message: str) -> None:
-        """Force a flow run's state: for runs whose process is known to be gone."""
-        body = {"state": {"type": state, "name": state.title(), "message": message}, "force": True}
+    def cancel(self, flow_run_id: str, message: str) -> None:
+        """Ask for an end. Not forced: Prefect itself turns it into `Cancelled` where no process has begun."""
+        body = {"state": {"type": "CANCELLING", "name": "Cancelling", "message": message}}
         self._call("POST", f"/flow_runs/{flow_run_id}/set_state", body)
 
     def run_url(self, flow_run_id: str) -> str:

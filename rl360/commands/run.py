@@ -92,10 +92,13 @@ def resume(
     Operational fields (pace, deadlines, steps) may be changed with --set. Example: rl360 run resume demo --steps 60
     """
     from rl360.store.object_store import ObjectStore
+    from rl360.store.progress import next_step
 
     services = load_services()
-    frozen = load_frozen(ObjectStore.from_services(services), run)
-    launch(services, changed_config(frozen, read_fields(None, fields, run=run, steps=steps)), follow=follow)
+    store = ObjectStore.from_services(services)
+    config = changed_config(load_frozen(store, run), read_fields(None, fields, run=run, steps=steps))
+    refuse_fewer_steps(config, next_step(store, run))
+    launch(services, config, follow=follow)
 
 
 @app.command("list")
@@ -123,6 +126,8 @@ def watch(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
     services = load_services()
     config = load_frozen(ObjectStore.from_services(services), run)
     active = [item for item in _api(services).active() if _run_of(item.parameters) == run]
+    if active:
+        config = RunConfig.parse(active[0].parameters["config"])  # its number of steps may be a newer one
     follow_run(services, config, active[0].id if active else None)
 
 
@@ -134,7 +139,7 @@ def cancel(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None
     if not active:
         raise Rl360Error(f"run {run} has no active flow run; `rl360 run list` shows the runs")
     for item in active:
-        api.set_state(item.id, "CANCELLING", "cancelled from the command line")
+        api.cancel(item.id, "cancelled from the command line")
         typer.echo(f"cancelling {item.name} ({api.run_url(item.id)})")
 
 
@@ -194,6 +199,12 @@ def _api(services: Services) -> Any:
 def _run_of(parameters: dict[str, Any]) -> str:
     config = parameters.get("config")
     return str(config.get("run", "")) if isinstance(config, dict) else ""
+
+
+def refuse_fewer_steps(config: RunConfig, done: int) -> None:
+    """config.json keeps the number of steps of the first start: a run that was extended would end at once, done."""
+    if done > config.steps:
+        raise BadInput(f"run {config.run} has {done} steps and {config.steps} are asked for; give --steps")
 
 
 def changed_config(frozen: RunConfig, changes: dict[str, Any]) -> RunConfig:

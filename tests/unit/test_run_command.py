@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl360.commands.run import changed_config, read_config, read_fields
+from rl360.commands.run import changed_config, read_config, read_fields, refuse_fewer_steps
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput
 
@@ -108,5 +108,12 @@ def test_a_resume_is_checked_against_its_own_fields_not_against_defaults() -> No
     assert changed_config(frozen, read_fields(None, ["deadlines.queue_s=900"])).deadlines.queue_s == 900
     with pytest.raises(BadInput, match="client_s 2000 is less than queue 1900"):
         changed_config(frozen, read_fields(None, ["deadlines.queue_s=1900"]))
-    with pytest.raises(BadInput, match="unknown key deadlines.queue"):
+    with pytest.raises(BadInput, match=r"unknown key deadlines\.queue"):
         changed_config(frozen, read_fields(None, ["deadlines.queue=1"]))
+
+
+def test_an_extended_run_is_not_resumed_to_fewer_steps() -> None:
+    config = RunConfig(run="demo", steps=30)
+    refuse_fewer_steps(config, 30)
+    with pytest.raises(BadInput, match="run demo has 45 steps and 30 are asked for; give --steps"):
+        refuse_fewer_steps(config, 45)

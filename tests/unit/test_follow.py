@@ -1,0 +1,111 @@
+"""Following a run: Prefect may be away for a while; and what counts as an active flow run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl360.commands import follow as follow_module
+from rl360.commands.prefect_api import PrefectApi
+from rl360.config.run import RunConfig
+from rl360.config.services import Services
+from rl360.errors import Rl360Error, ServiceError
+
+NAMES = {"s3_endpoint", "gateway_url", "trainer_url", "prefect_ui_url"}
+
+
+def flow_run(state: str, **more: Any) -> dict[str, Any]:
+    return {"id": "1", "name": "demo", "state_type": state, "state_name": state.title(), **more}
+
+
+@contextmanager
+def prefect(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A server that gives these answers in turn, the last again and again, and an object store without objects."""
+    asked: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/bucket/"):
+                self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            elif self.path.startswith("/bucket"):
+                self.answer(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+            else:
+                self.play(None)
+
+        def do_POST(self) -> None:
+            self.play(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+        def play(self, body: Any) -> None:
+            status, value = answers[min(len(asked), len(answers) - 1)]
+            asked.append((self.path, body))
+            self.answer(status, json.dumps(value).encode())
+
+        def answer(self, status: int, data: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}", asked
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+def follow(home: Path, url: str) -> None:
+    (home / "secrets.json").write_text(json.dumps({"token": "t" * 16, "s3_access_key": "a", "s3_secret_key": "b"}))
+    (home / "secrets.json").chmod(0o600)
+    services = Services(
+        home=str(home), s3_bucket="bucket", engine_urls=[url], session_urls=[url], sandbox_urls=[url], model_dir="m",
+        prefect_api_url=url, **dict.fromkeys(NAMES, url),
+    )  # fmt: skip
+    follow_module.follow(services, RunConfig(), "1")
+
+
+def test_a_restart_of_prefect_does_not_end_the_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow_module, "_POLL_S", 0.01)
+    with prefect((200, flow_run("RUNNING")), (503, {}), (503, {}), (200, flow_run("COMPLETED"))) as (url, asked):
+        follow(tmp_path, url)
+    assert len(asked) == 4
+    with prefect((503, {}), (200, flow_run("FAILED"))) as (url, _), pytest.raises(Rl360Error, match="ended as Failed"):
+        follow(tmp_path, url)
+
+
+def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(follow_module, "_SILENCE_S", 0.05)
+    with prefect((503, {})) as (url, _), pytest.raises(ServiceError, match="answered 503"):
+        follow(tmp_path, url)
+
+
+def test_what_a_schedule_plans_for_later_is_not_active() -> None:
+    runs = [
+        flow_run("SCHEDULED", auto_scheduled=True),
+        flow_run("SCHEDULED", auto_scheduled=False),
+        {**flow_run("SCHEDULED", auto_scheduled=True), "state_name": "Late"},
+    ]
+    with prefect((200, runs)) as (url, _):
+        assert [run.state_name for run in PrefectApi(url, url).active()] == ["Scheduled", "Late"]
+
+
+def test_cancelling_is_asked_for_not_forced() -> None:
+    with prefect((200, {})) as (url, asked):
+        PrefectApi(url, url).cancel("1", "why")
+    path, body = asked[0]
+    assert path == "/flow_runs/1/set_state"
+    assert body == {"state": {"type": "CANCELLING", "name": "Cancelling", "message": "why"}}
