@@ -40,13 +40,13 @@ class StepPlan:
         if not isinstance(wire, dict) or wire.get("schema_version") != PLAN_SCHEMA:
             raise CorruptObject(key, f"is not a step plan of schema {PLAN_SCHEMA}")
         try:
-            return cls(wire["groups"], [[AttemptSpec(**spec) for spec in wave] for wave in wire["waves"]])
-        except (KeyError, TypeError) as error:
+            return cls(dict(wire["groups"]), [[AttemptSpec(**spec) for spec in wave] for wave in wire["waves"]])
+        except (KeyError, TypeError, ValueError) as error:
             raise CorruptObject(key, f"step plan lacks or misspells a field ({error})") from None
 
 
 def plan_step(taskset: TaskSet, config: RunConfig, step: int) -> StepPlan:
-    """Draw `groups_per_step` tasks and lay out their attempts in waves of `wave_size`."""
+    """Draw `groups_per_step` tasks and lay out their attempts in waves of at most `wave_size`, groups kept whole."""
     groups: dict[str, str] = {}
     specs: list[AttemptSpec] = []
     for index, task_id in enumerate(draw(taskset, config.seed, step, config.taskset.groups_per_step)):
@@ -57,5 +57,6 @@ def plan_step(taskset: TaskSet, config: RunConfig, step: int) -> StepPlan:
             AttemptSpec(f"{group_id}-a{slot:02}", group_id, task_id, str(task.path), task.domain)
             for slot in range(config.taskset.attempts_per_group)
         )
-    size = config.rollout.wave_size
+    size, whole = config.rollout.wave_size, config.taskset.attempts_per_group
+    size -= size % whole if size >= whole else 0
     return StepPlan(groups, [specs[start : start + size] for start in range(0, len(specs), size)])
