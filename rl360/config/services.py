@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rl360.config.run import explain
 from rl360.errors import BadInput, Rl360Error
 
 
@@ -80,8 +81,10 @@ def load_services(home: Path | None = None) -> Services:
         return Services.model_validate(orjson.loads(path.read_bytes()))
     except FileNotFoundError:
         raise Rl360Error(f"no services known at {path}; run `rl360 up` first, or set RL360_HOME") from None
-    except (orjson.JSONDecodeError, ValidationError) as error:
-        raise BadInput(f"{path}: not a services file ({str(error).splitlines()[0]})") from None
+    except orjson.JSONDecodeError as error:
+        raise BadInput(f"{path}: not a services file ({error})") from None
+    except ValidationError as error:
+        raise BadInput(f"{path}: not a services file ({explain(error)})") from None
 
 
 def service_token() -> str:

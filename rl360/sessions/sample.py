@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from rl360.config.run import explain
 from rl360.errors import CorruptObject
 from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
@@ -86,9 +87,11 @@ class MergedSample:
     def from_wire(cls, wire: Any, key: str) -> MergedSample:
         """Rebuild and check; `key` names the object in errors."""
         fields = _fields(wire, key, "sample", SAMPLE_SCHEMA, _SAMPLE_FIELDS)
-        for name in ("tokens", "loss_mask", "logprobs"):
-            if not isinstance(fields[name], np.ndarray):
-                raise CorruptObject(key, f"sample field {name} is not an array")
+        for names, kind in _SAMPLE_KINDS.items():
+            _refuse_other_kinds(fields, key, "sample", names, kind)
+        for name in ("sampled_tokens", "after_truncation_tokens", "prefix_break_tokens"):
+            if fields[name] < 0:
+                raise CorruptObject(key, f"sample field {name} is {fields[name]}, a count is at least 0")
         try:
             fields["version_spans"] = [(int(a), int(b), str(v)) for a, b, v in fields["version_spans"]]
         except (TypeError, ValueError):
@@ -97,6 +100,19 @@ class MergedSample:
 
 
 _SAMPLE_FIELDS = tuple(MergedSample.__dataclass_fields__)
+_SAMPLE_KINDS: dict[tuple[str, ...], type] = {
+    ("tokens", "loss_mask", "logprobs"): np.ndarray,
+    ("attempt_id", "group_id", "task_id", "session_id"): str,
+    (
+        "sampled_tokens",
+        "after_truncation_tokens",
+        "prefix_break_tokens",
+        "turns",
+        "cached_tokens",
+        "prompt_tokens",
+    ): int,
+    ("truncated",): bool,
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ class AttemptRecord:
     """One try of one attempt: what the rollout task writes, and the only thing later tasks read.
 
     `verdict` is present exactly when `outcome` is passed, failed or truncated. `sample` is None when the session
-    could not be read (then `lost_tokens` is unknown and 0). `phases_s` are seconds by phase.
+    could not be read: what was sampled is then unknown, and `sampled_tokens` is 0. `phases_s` are seconds by phase.
     """
 
     attempt_id: str
@@ -161,18 +177,35 @@ class AttemptRecord:
     def from_wire(cls, wire: Any, key: str) -> AttemptRecord:
         """Rebuild and check; `key` names the object in errors."""
         fields = _fields(wire, key, "attempt", ATTEMPT_SCHEMA, _ATTEMPT_FIELDS)
+        for names, kind in _ATTEMPT_KINDS.items():
+            _refuse_other_kinds(fields, key, "attempt", names, kind)
         try:
             fields["outcome"] = Outcome(fields["outcome"])
             verdict = fields["verdict"]
             fields["verdict"] = Verdict.model_validate(verdict) if verdict is not None else None
-        except (ValueError, ValidationError) as error:
-            raise CorruptObject(key, f"bad outcome or verdict ({str(error).splitlines()[-1].strip()})") from None
+        except ValidationError as error:
+            raise CorruptObject(key, f"bad verdict ({explain(error)})") from None
+        except ValueError as error:
+            raise CorruptObject(key, f"bad outcome ({error})") from None
         if fields["sample"] is not None:
             fields["sample"] = MergedSample.from_wire(fields["sample"], key)
         return cls(**fields).check(key)
 
 
 _ATTEMPT_FIELDS = tuple(AttemptRecord.__dataclass_fields__)
+_ATTEMPT_KINDS: dict[tuple[str, ...], type] = {
+    ("attempt_id", "group_id", "task_id", "exit_status", "session_id", "domain", "detail"): str,
+    ("try_index",): int,
+    ("phases_s", "agent_metrics"): dict,
+    ("cleanup_confirmed",): bool,
+}
+
+
+def _refuse_other_kinds(fields: dict[str, Any], key: str, what: str, names: tuple[str, ...], kind: type) -> None:
+    for name in names:
+        if type(fields[name]) is not kind:
+            found = type(fields[name]).__name__
+            raise CorruptObject(key, f"{what} field {name} is of type {found}, expected {kind.__name__}")
 
 
 def _fields(wire: Any, key: str, what: str, schema: int, names: tuple[str, ...]) -> dict[str, Any]:

@@ -78,8 +78,12 @@ def read_manifest(store: ObjectStore, run: str, step: int, task: str) -> Manifes
         return None
     try:
         manifest = Manifest.model_validate(orjson.loads(data))
-    except (orjson.JSONDecodeError, ValidationError) as error:
-        raise CorruptObject(key, f"is not a manifest ({str(error).splitlines()[0]})") from None
+    except orjson.JSONDecodeError as error:
+        raise CorruptObject(key, f"is not a manifest ({error})") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise CorruptObject(key, f"is not a manifest ({where}: {first['msg']})") from None
     if manifest.schema_version != SCHEMA_VERSION:
         raise CorruptObject(key, f"has schema version {manifest.schema_version}, this rl360 reads {SCHEMA_VERSION}")
     return manifest

@@ -56,10 +56,13 @@ def test_a_missing_file_says_what_to_run(tmp_path: Path) -> None:
         services.secrets()
 
 
-@pytest.mark.parametrize("data", [b"{", b"[]", b"{}", b'{"home": 1}'])
-def test_what_is_no_services_file_is_one_line(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"{", "column"), (b"[]", "valid dictionary"), (b"{}", "gateway_url: Field"), (b'{"hom": 1}', "unknown key hom")],
+)
+def test_what_is_no_services_file_is_one_line(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "services.json").write_bytes(data)
-    with pytest.raises(BadInput, match="not a services file") as error:
+    with pytest.raises(BadInput, match=f"not a services file .*{words}") as error:
         load_services(tmp_path)
     assert "\n" not in str(error.value)
 

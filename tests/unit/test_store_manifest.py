@@ -63,8 +63,8 @@ def test_an_object_that_is_gone_is_corruption_not_absence() -> None:
     [
         (b"{", "is not a manifest"),
         (b"[]", "is not a manifest"),
-        (orjson.dumps({"run": "r1", "step": 3}), "is not a manifest"),
-        (orjson.dumps({"run": "r1", "step": 3, "task": "train", "surprise": 1}), "is not a manifest"),
+        (orjson.dumps({"run": "r1", "step": 3}), "task: Field required"),
+        (orjson.dumps({"run": "r1", "step": 3, "task": "train", "surprise": 1}), "surprise: Extra"),
         (orjson.dumps({"run": "r1", "step": 3, "task": "train", "schema_version": 2}), "schema version 2"),
         (
             orjson.dumps(
