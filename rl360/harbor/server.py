@@ -105,6 +105,8 @@ class Attempts:
             attempt = Attempt(request)
             entry = Entry(attempt, asyncio.create_task(self._carry(prepared, attempt)), owner)
             self._open[key] = entry
+            # not in `_carry`: a flush may cancel it before it has begun
+            entry.job.add_done_callback(lambda _: self._open.pop(key, None))
         _same(entry.attempt.request, request)
         # shielded: the attempt belongs to the server, not to the connection
         return await asyncio.shield(entry.job)
@@ -115,21 +117,18 @@ class Attempts:
 
     async def _carry(self, prepared: Prepared, attempt: Attempt) -> RunReply:
         request = prepared.request
-        try:
-            if await self._slot(attempt):
-                try:
-                    reply = await self.runner.run(prepared, attempt)
-                finally:
-                    self._slots.release()
-            else:
-                reply = attempt.reply()
-            self._finished[request_key(request)] = (request, reply)
-            while len(self._finished) > self.keep:
-                self._finished.popitem(last=False)
-            self._count(request, reply)
-            return reply
-        finally:
-            self._open.pop(request_key(request), None)
+        if await self._slot(attempt):
+            try:
+                reply = await self.runner.run(prepared, attempt)
+            finally:
+                self._slots.release()
+        else:
+            reply = attempt.reply()
+        self._finished[request_key(request)] = (request, reply)
+        while len(self._finished) > self.keep:
+            self._finished.popitem(last=False)
+        self._count(request, reply)
+        return reply
 
     async def _slot(self, attempt: Attempt) -> bool:
         """Wait for a slot on the queue's own clock; False when there was none in time, or the attempt was cancelled."""
@@ -210,12 +209,6 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
 
-    def answer(status: int, body: object) -> Response:
-        return Response(orjson.dumps(body), status, media_type=JSON)
-
-    def refuse(status: int, message: str) -> Response:
-        return answer(status, {"error": {"message": message, "code": status}})
-
     @app.get("/health")
     async def health() -> Response:
         attempts: Attempts = app.state.attempts
@@ -229,23 +222,9 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
         }
         return answer(200, {**identity, **counts})
 
-    async def body_of(request: Request) -> dict[str, object] | Response:
-        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
-            return refuse(401, "needs the bearer token of this deployment")
-        data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > MAX_BODY_BYTES:
-                return refuse(413, f"body over {MAX_BODY_BYTES} bytes")
-        try:
-            body = orjson.loads(bytes(data))
-        except orjson.JSONDecodeError as error:
-            return refuse(400, f"body is not JSON: {error}")
-        return body if isinstance(body, dict) else refuse(400, f"body is {type(body).__name__}, expected an object")
-
     @app.post("/run")
     async def run(request: Request) -> Response:
-        body = await body_of(request)
+        body = await body_of(request, expected)
         if isinstance(body, Response):
             return body
         try:
@@ -264,7 +243,7 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
 
     @app.post("/flush")
     async def flush(request: Request) -> Response:
-        body = await body_of(request)
+        body = await body_of(request, expected)
         if isinstance(body, Response):
             return body
         try:
@@ -276,6 +255,30 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
         return answer(200, {"cancelled": app.state.attempts.flush(which)})
 
     return app
+
+
+async def body_of(request: Request, authorization: bytes) -> dict[str, object] | Response:
+    """The body of a request that carries this authorization, else the refusal."""
+    if not hmac.compare_digest(request.headers.get("authorization", "").encode(), authorization):
+        return refuse(401, "needs the bearer token of this deployment")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            return refuse(413, f"body over {MAX_BODY_BYTES} bytes")
+    try:
+        body = orjson.loads(bytes(data))
+    except orjson.JSONDecodeError as error:
+        return refuse(400, f"body is not JSON: {error}")
+    return body if isinstance(body, dict) else refuse(400, f"body is {type(body).__name__}, expected an object")
+
+
+def answer(status: int, body: object) -> Response:
+    return Response(orjson.dumps(body), status, media_type=JSON)
+
+
+def refuse(status: int, message: str) -> Response:
+    return answer(status, {"error": {"message": message, "code": status}})
 
 
 def _first_problem(error: ValidationError) -> str:
