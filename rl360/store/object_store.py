@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rl360.config.services import Services
 
 _MISSING = {"NoSuchKey", "404", "NotFound"}
-_EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
+_EXISTS = {"PreconditionFailed", "412"}  # not 409: another conditional put is under way and may yet fail, so ask again
 
 
 class ObjectStore:
