@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import orjson
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
 from rl360.config.run import RunConfig
+from rl360.errors import ServiceError
 from rl360.ledger.metrics import step_json
 from rl360.ledger.read import trained_before, write_ledger
 from rl360.ledger.step import build_step_ledger
@@ -51,11 +53,15 @@ def _report(job: Job) -> Produced:
     )
     ref = write_ledger(job.store, ledger)
     summary = step_json(ledger)
-    create_markdown_artifact(
-        key=f"{job.run}-step-{job.step:06}",
-        markdown=step_markdown(ledger, run_figures([*_earlier(job), summary], dpi=ARTIFACT_DPI)),
-        description=f"Step {job.step} of {job.run}: where every attempt and token went",
-    )
+    markdown = step_markdown(ledger, run_figures([*_earlier(job), summary], dpi=ARTIFACT_DPI))
+    try:
+        create_markdown_artifact(
+            key=f"{job.run}-step-{job.step:06}",
+            markdown=markdown,
+            description=f"Step {job.step} of {job.run}: where every attempt and token went",
+        )
+    except httpx.HTTPError as error:
+        raise ServiceError(f"Prefect did not take the artifact of step {job.step}: {error!r}"[:300]) from None
     return Produced(objects=[ref], info=summary)
 
 
