@@ -42,7 +42,7 @@ def demo(
     typer.echo(
         f"{'resuming' if resumed else 'starting'} {run}: {steps} steps, {time.monotonic() - started_at:.0f} s so far"
     )
-    launch(services, config, follow=True)
+    launch(services, config, follow=True, join=True)
     paths = write_report(services, run)
     typer.echo(f"report: {paths.html}")
     typer.echo(f"Prefect UI: {services.prefect_ui_url}   (services stay up; `rl360 down` stops them)")

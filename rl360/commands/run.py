@@ -173,12 +173,19 @@ def export(
     typer.echo(f"{run} version {done['version']} ({dtype}): {done['dir']}")
 
 
-def launch(services: Services, config: RunConfig, *, follow: bool) -> None:
-    """Trigger the `rl_run` deployment and, when asked, watch it to its end (exit 1 unless it completed)."""
+def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = False) -> None:
+    """Trigger the `rl_run` deployment and, when asked, watch it to its end (exit 1 unless it completed).
+
+    A run that is at work already is refused, or with `join` watched.
+    """
     from rl360.commands.follow import follow as follow_run
 
     api = _api(services)
     busy = [item for item in api.active() if _run_of(item.parameters) == config.run]
+    if busy and join:
+        typer.echo(f"run {config.run} is at work already: flow run {busy[0].name}  {api.run_url(busy[0].id)}")
+        follow_run(services, config, busy[0].id)
+        return
     if busy:
         raise Rl360Error(
             f"run {config.run} is already active as flow run {busy[0].name} ({busy[0].state_name}): watch it with "

@@ -14,6 +14,7 @@ import pytest
 
 from rl360.commands import follow as follow_module
 from rl360.commands.prefect_api import PrefectApi
+from rl360.commands.run import launch
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import Rl360Error, ServiceError
@@ -67,14 +68,17 @@ def prefect(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[tuple[str, An
         thread.join()
 
 
-def follow(home: Path, url: str) -> None:
+def services_at(home: Path, url: str) -> Services:
     (home / "secrets.json").write_text(json.dumps({"token": "t" * 16, "s3_access_key": "a", "s3_secret_key": "b"}))
     (home / "secrets.json").chmod(0o600)
-    services = Services(
+    return Services(
         home=str(home), s3_bucket="bucket", engine_urls=[url], session_urls=[url], sandbox_urls=[url], model_dir="m",
         prefect_api_url=url, **dict.fromkeys(NAMES, url),
     )  # fmt: skip
-    follow_module.follow(services, RunConfig(), "1")
+
+
+def follow(home: Path, url: str) -> None:
+    follow_module.follow(services_at(home, url), RunConfig(), "1")
 
 
 def test_a_restart_of_prefect_does_not_end_the_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +113,13 @@ def test_cancelling_is_asked_for_not_forced() -> None:
     path, body = asked[0]
     assert path == "/flow_runs/1/set_state"
     assert body == {"state": {"type": "CANCELLING", "name": "Cancelling", "message": "why"}}
+
+
+def test_a_run_at_work_is_refused_or_joined_never_started_twice(tmp_path: Path) -> None:
+    at_work = (200, [flow_run("RUNNING", parameters={"config": {"run": "demo"}})])
+    with prefect(at_work, (200, flow_run("COMPLETED"))) as (url, asked):
+        launch(services_at(tmp_path, url), RunConfig(), follow=True, join=True)
+    assert [path for path, _ in asked] == ["/flow_runs/filter", "/flow_runs/1"]
+    with prefect(at_work) as (url, asked), pytest.raises(Rl360Error, match="run demo is already active"):
+        launch(services_at(tmp_path, url), RunConfig(), follow=True)
+    assert len(asked) == 1
