@@ -65,20 +65,22 @@ def parity(
     """
     from dataclasses import asdict
 
-    from rl360.policy.parity import PARITY_LIMIT, engine_logprobs, gap, probe_sequences, transformers_logprobs
+    from rl360.policy.parity import PARITY_LIMIT, engine_logprobs, gap, probe_examples, transformers_logprobs
     from rl360.training.logprobs import megatron_logprobs
 
-    probes = probe_sequences(model_dir, sequences)
+    examples = probe_examples(model_dir, sequences)
+    probes = [ids for ids, _ in examples]
     reference = transformers_logprobs(model_dir, probes)
     gaps = {"megatron": gap(megatron_logprobs(model_dir, probes), reference)}
     if engine is not None:
-        gaps["engine"] = gap(engine_logprobs(engine, probes), reference)
+        gaps["engine"] = gap(engine_logprobs(engine, probes), reference, [mask for _, mask in examples])
     holds = gaps["megatron"].maximum < PARITY_LIMIT
     if as_json:
         typer.echo(
             json.dumps({"limit": PARITY_LIMIT, "holds": holds, **{name: asdict(value) for name, value in gaps.items()}})
         )
     else:
+        scored = {"megatron": "tokens", "engine": "assistant tokens"}
         for name, value in gaps.items():
             judged = (
                 f" (limit {PARITY_LIMIT:g}: {'holds' if holds else 'BROKEN'})"
@@ -86,7 +88,7 @@ def parity(
                 else " (measured, not judged)"
             )
             typer.echo(
-                f"{name} against transformers fp32, {value.tokens} tokens: "
+                f"{name} against transformers fp32, {value.tokens} {scored[name]}: "
                 f"mean {value.mean:.2e}, max {value.maximum:.2e}{judged}"
             )
     if not holds:

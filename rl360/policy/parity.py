@@ -29,16 +29,18 @@ class Gap:
     tokens: int
 
 
-def gap(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Gap:
-    """Both: one float array [T - 1] per sequence."""
+def gap(one: Sequence[np.ndarray], other: Sequence[np.ndarray], masks: Sequence[np.ndarray] | None = None) -> Gap:
+    """Both: one float array [T - 1] per sequence. `masks`: uint8 [T] per sequence, to count only tokens marked 1."""
     apart = np.abs(
         np.concatenate([np.asarray(a, np.float64) - np.asarray(b, np.float64) for a, b in zip(one, other, strict=True)])
     )
+    if masks is not None:
+        apart = apart[np.concatenate([mask[1:] for mask in masks]) == 1]
     return Gap(mean=float(apart.mean()), maximum=float(apart.max()), tokens=len(apart))
 
 
-def probe_sequences(hf_dir: Path, count: int, seed: int = 991) -> list[np.ndarray]:
-    """`count` whole demonstrations in the tokenizer of `hf_dir`: int32 [T] each."""
+def probe_examples(hf_dir: Path, count: int, seed: int = 991) -> list[tuple[np.ndarray, np.ndarray]]:
+    """`count` whole demonstrations in the tokenizer of `hf_dir`: (ids int32 [T], mask uint8 [T]) each."""
     from tokenizers import Tokenizer
 
     from rl360.policy.demonstrations import demonstrations
@@ -49,7 +51,7 @@ def probe_sequences(hf_dir: Path, count: int, seed: int = 991) -> list[np.ndarra
         raise BadInput(
             f"{hf_dir} is not a model directory: {path.name} is missing; make one with `rl360 model warm-start`"
         )
-    return [ids for ids, _ in demonstrations(seed, count, 0.5, RawEncoder(Tokenizer.from_file(str(path))))]
+    return demonstrations(seed, count, 0.5, RawEncoder(Tokenizer.from_file(str(path))))
 
 
 def transformers_logprobs(hf_dir: Path, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:

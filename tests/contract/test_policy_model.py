@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from chores_judge import BASH_TOOLS, chat_messages
 
-from rl360.policy.parity import PARITY_LIMIT, gap, probe_sequences, transformers_logprobs
+from rl360.policy.parity import PARITY_LIMIT, gap, probe_examples, transformers_logprobs
 from rl360.policy.template import episode_pieces
 from rl360.policy.tokenizer import END, PAD
 from rl360.policy.warm_start import Recipe, ensure_warm_start
@@ -56,7 +56,7 @@ def test_config_is_explicit(folder: Path) -> None:
 def test_megatron_agrees_with_transformers(folder: Path) -> None:
     from rl360.training.logprobs import megatron_logprobs
 
-    probes = probe_sequences(folder, 8)
+    probes = [ids for ids, _ in probe_examples(folder, 8)]
     found = gap(megatron_logprobs(folder, probes), transformers_logprobs(folder, probes))
     assert found.tokens > 200
     assert found.maximum < PARITY_LIMIT

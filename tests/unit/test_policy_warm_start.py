@@ -57,3 +57,5 @@ def test_gap() -> None:
     two = [np.array([0.0, -1.5], np.float32), np.array([-2.25], np.float32)]
     found = gap(one, two)
     assert (found.tokens, found.maximum, found.mean) == (3, 0.5, 0.25)
+    masks = [np.array([1, 1, 0], np.uint8), np.array([0, 1], np.uint8)]
+    assert gap(one, two, masks).mean == 0.125
