@@ -27,7 +27,7 @@ class MergedSample:
 
     tokens `[T]` int32: prompt, sampled and observation ids in order.
     loss_mask `[T]` uint8: 1 exactly on sampled ids. logprobs `[T]` float32: the engine's log-probability of each
-    sampled id (natural log, temperature 1 scale as sampled), 0 elsewhere.
+    sampled id (natural log, at the sampling temperature, before top-p and top-k), 0 elsewhere.
     version_spans: (start, end, weight version) over `tokens`, half-open, covering exactly the sampled ids.
     sampled_tokens: every id the engine sampled for this session, kept or not;
     `mask.sum() + after_truncation_tokens + prefix_break_tokens == sampled_tokens`.

@@ -200,7 +200,7 @@ class Replica:
         if tokens:
             limit = at.config.trainer.max_tokens_per_micro_batch
             micro = together(lambda: policy.micro_batches(batch.samples, limit))
-            sums = policy.step(micro, policy_sums(at.config.objective), tokens)
+            sums = policy.step(micro, policy_sums(at.config.objective), tokens, at.config.rollout.temperature)
             result = result.model_copy(update=_outcome(sums, tokens, batch.trained_samples, at.version))
             result = result.model_copy(update={"weights_digest": digest_of(policy.weights())})
         result = result.model_copy(update={"seconds": round(time.monotonic() - started, 4)})

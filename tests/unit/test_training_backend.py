@@ -79,6 +79,29 @@ def test_step_is_independent_of_micro_batches_and_moments_restore(policy: Policy
     assert digest_of(policy.weights()) == goal
 
 
+def test_log_probs_are_those_of_the_temperature_that_was_sampled_at(policy: Policy) -> None:
+    """An engine reports log-probs after division by the temperature: against them the trainer's ratio must be 1."""
+    samples = sequences(4)
+    weight = sum(int(s.loss_mask.sum()) for s in samples)
+    logits: list[np.ndarray] = []
+    for one in samples:
+        ids = torch.from_numpy(one.tokens[None, :-1].astype(np.int64))
+        with torch.no_grad():
+            logits.append(policy.core(ids, None, None)[0].numpy())
+    sampled = []
+    for one, rows in zip(samples, logits, strict=True):
+        found = torch.from_numpy(rows / 0.7).log_softmax(-1)[range(len(rows)), one.tokens[1:].astype(np.int64)]
+        logprobs = np.where(one.loss_mask, np.concatenate([[0.0], found.numpy()]), 0).astype(np.float32)
+        sampled.append(TrainSequence(one.tokens, one.loss_mask, logprobs, one.advantage, one.name))
+    batches, loss = policy.micro_batches(sampled, 4096), policy_sums(ObjectiveConfig())
+    at_07, norm_07 = policy.accumulate(batches, loss, weight, 0.7)
+    at_1, norm_1 = policy.accumulate(batches, loss, weight)
+    assert at_07["abs_dlogp"] / weight < 1e-5
+    assert at_07["tis"] / weight == pytest.approx(1.0, abs=1e-5)
+    assert at_1["abs_dlogp"] / weight > 0.05
+    assert norm_07 != pytest.approx(norm_1, rel=1e-3)
+
+
 def test_a_step_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     samples = sequences(3)
     bad = samples[0]

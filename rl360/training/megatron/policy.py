@@ -103,12 +103,23 @@ class Policy:
         )
         return [build(samples, g, multiple) for g in groups[parallel_state.get_data_parallel_rank()]]
 
-    def _run(self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float, forward_only: bool) -> list[Any]:
-        """The micro-batches through Megatron's schedule; on the last pipeline stage what `loss_sums` gave for each."""
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        loss_sums: LossSums,
+        divisor: float,
+        forward_only: bool,
+        temperature: float = 1.0,
+    ) -> list[Any]:
+        """The micro-batches through Megatron's schedule; on the last pipeline stage what `loss_sums` gave for each.
+
+        Log-probs and entropy are those of the policy at `temperature`: what the engine sampled from and reports.
+        """
         group = parallel_state.get_tensor_model_parallel_group()
 
         def on_logits(batch: DeviceBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            logprobs, entropy = token_logprobs(logits, batch.targets, group)
+            scaled = logits if temperature == 1.0 else logits / temperature
+            logprobs, entropy = token_logprobs(scaled, batch.targets, group)
             sums = loss_sums(logprobs, entropy, batch)
             no_divisor = torch.zeros((), dtype=torch.int, device=logits.device)  # ours is applied right here
             return sums[0] / divisor, no_divisor, [s.detach() for s in sums]
@@ -129,22 +140,24 @@ class Policy:
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def step(self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float) -> StepSums:
+    def step(
+        self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float, temperature: float = 1.0
+    ) -> StepSums:
         """One optimizer step on the gradient of (sum over all ranks' batches of the first sum) / divisor."""
-        sums, grad_norm = self.accumulate(batches, loss_sums, divisor)
+        sums, grad_norm = self.accumulate(batches, loss_sums, divisor, temperature)
         finite = math.isfinite(grad_norm) and all(math.isfinite(v) for v in sums.values())
         if finite:
             self.optimizer.step()
         return StepSums(finite, grad_norm, sums)
 
     def accumulate(
-        self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float
+        self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float, temperature: float = 1.0
     ) -> tuple[dict[str, float], float]:
         """Gradients into the buffers, reduced over all ranks; returns the sums and the global gradient norm."""
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        per_batch = self._run(batches, loss_sums, divisor, forward_only=False)
+        per_batch = self._run(batches, loss_sums, divisor, forward_only=False, temperature=temperature)
         self.optimizer.prepare_grads()
         total = torch.zeros(len(METRICS), dtype=torch.float64)
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
