@@ -13,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -145,7 +145,7 @@ class BroadcastTransport:
             for rank, engine in enumerate(plan.engine_set.engines, start=1)
         ]
         reused = self._group is not None and self._group.name == plan.group_name and not plan.stale_groups
-        sent_bytes, error = 0, ""
+        sent_bytes, error, sent = 0, "", False
         try:
             if not reused:
                 self._build_group(plan, engines, loop)
@@ -155,10 +155,12 @@ class BroadcastTransport:
                 self._send(bucket, tensors, known, plan, engines, loop)
                 sent_bytes += bucket.size_bytes
             self._everywhere(engines, loop, lambda e: _counted(e, e.client.end_weight_update()), plan.call_deadline_s)
+            sent = True
         except _TransferStopped as stopped:
             error = str(stopped)
-            self._drop_group()
         finally:
+            if not sent:
+                self._drop_group()
             loop.start(http.aclose()).result(timeout=10)
         return TransferReport(
             ok=not error,
@@ -242,7 +244,8 @@ class BroadcastTransport:
         try:
             work = self._group.pg.broadcast([payload], options)
             while not (work.is_completed() and all(call.done() for call in calls)):
-                if any(engine.error for engine in engines) or time.monotonic() > until:
+                broken = any(call.done() and call.exception() for call in calls)
+                if broken or any(engine.error for engine in engines) or time.monotonic() > until:
                     problem = "an engine refused, died or did not answer in time"
                     break
                 time.sleep(_POLL_S)
@@ -270,13 +273,19 @@ class BroadcastTransport:
 
     @staticmethod
     def _settle(calls: list[Future[None]], engines: list[_Engine], deadline_s: float) -> None:
-        """Wait for the calls; one that outlasts its own deadline counts as unanswered."""
-        wait(calls, timeout=deadline_s + 2.0, return_when=FIRST_EXCEPTION)
+        """Wait for the calls; one that outlasts its own deadline counts as unanswered.
+
+        What engines do is in their records. Any other error is ours: it is raised, and no engine is blamed for it.
+        """
+        wait(calls, timeout=deadline_s + 2.0)
         for call, engine in zip(calls, engines, strict=True):
             if not call.done():
                 call.cancel()
                 engine.error = engine.error or f"engine {engine.client.url}: call still open after {deadline_s:g} s"
                 engine.answered = False
+        for call in calls:
+            if not call.cancelled():
+                call.result()
 
     @staticmethod
     def _stop_on_error(engines: list[_Engine], doing: str) -> None:
