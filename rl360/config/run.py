@@ -163,6 +163,17 @@ class RunConfig(_Section):
     trainer: TrainerConfig = TrainerConfig()
     push: PushConfig = PushConfig()
 
+    @model_validator(mode="after")
+    def _fit(self) -> RunConfig:
+        # found by the trainer it would be too late: the step is rolled out, and both fields are frozen
+        longest, cells = self.rollout.max_seq_len, self.trainer.max_tokens_per_micro_batch
+        if longest > cells:
+            raise ValueError(
+                f"rollout.max_seq_len {longest} does not fit into trainer.max_tokens_per_micro_batch {cells}; "
+                "lower the one or raise the other"
+            )
+        return self
+
     def to_json(self) -> bytes:
         """Canonical bytes: sorted keys, what `config.json` holds."""
         return orjson.dumps(self.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2)

@@ -97,6 +97,13 @@ def test_a_client_that_gives_up_before_its_attempt_ends_is_refused_with_the_sum(
         assert part in str(error.value)
 
 
+def test_a_sample_that_no_micro_batch_holds_is_refused_before_it_is_sampled() -> None:
+    limits = {"rollout": {"max_seq_len": 8192}, "trainer": {"max_tokens_per_micro_batch": 8192}}
+    assert RunConfig.parse(limits).rollout.max_seq_len == 8192
+    with pytest.raises(BadInput, match=r"rollout\.max_seq_len 8192 does not fit into .* 4096; lower the one"):
+        RunConfig.parse({"rollout": {"max_seq_len": 8192}})
+
+
 def test_frozen_fields_differ_with_both_values_operational_ones_do_not() -> None:
     frozen = RunConfig()
     wanted = RunConfig.parse(
