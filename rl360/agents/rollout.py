@@ -36,6 +36,8 @@ _PATIENCE_S = 30.0  # how long a server may refuse connections (it restarts) or 
 _PAUSE_S = (0.5, 3.0)  # first and longest pause between two requests
 _REFUSED = frozenset({400, 401, 403})  # the same request can never work, for this try and for all others
 
+_FLUSH_TIMEOUT_S = 5.0
+
 
 @dataclass(frozen=True)
 class AttemptSpec:
@@ -98,6 +100,8 @@ class RolloutClient:
             outcome, detail = reply.outcome, reply.detail
         except _Lost as lost:
             outcome, detail = lost.outcome, lost.detail
+            if session_id:
+                await self._flush(attempt_id)
         if session_id:
             try:
                 sample = await self._merged(attempt_id, session_id)
@@ -124,6 +128,18 @@ class RolloutClient:
             agent_metrics=dict(reply.agent_metrics) if reply is not None else {},
             cleanup_confirmed=reply.cleanup.confirmed if reply is not None else False,
         ).check(attempt_id)
+
+    async def _flush(self, attempt_id: str) -> None:
+        """End an attempt nobody waits for any more, so that it neither holds a slot nor samples on. Best effort: the
+        sandbox server ends it at its own deadline at the latest."""
+        try:
+            await self._http.post(
+                f"{_spread(self.services.sandbox_urls, attempt_id)}/flush",
+                json={"attempt_ids": [attempt_id]},
+                timeout=_FLUSH_TIMEOUT_S,
+            )
+        except httpx.HTTPError:
+            return
 
     async def close_session(self, attempt_id: str, session_id: str) -> None:
         """Free the session once its record is stored. Best effort: an idle session expires by itself."""

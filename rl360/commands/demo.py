@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rl360.config.run import RunConfig
 from rl360.config.services import home_dir, load_services
 from rl360.errors import BadInput
+
+if TYPE_CHECKING:
+    from rl360.store.object_store import ObjectStore
 
 
 def register(root: typer.Typer) -> None:
@@ -37,7 +40,7 @@ def demo(
     ensure_up(model)
     services = load_services()
     store = ObjectStore.from_services(services)
-    run, resumed = _pick_run(store, seed, steps, name)
+    run, resumed = _pick_run(store, seed, steps, name, str(model))
     config = RunConfig.parse({"run": run, "seed": seed, "steps": steps, "model": {"path": str(model)}})
     typer.echo(
         f"{'resuming' if resumed else 'starting'} {run}: {steps} steps, {time.monotonic() - started_at:.0f} s so far"
@@ -48,10 +51,12 @@ def demo(
     typer.echo(f"Prefect UI: {services.prefect_ui_url}   (services stay up; `rl360 down` stops them)")
 
 
-def _pick_run(store: object, seed: int, steps: int, name: str | None) -> tuple[str, bool]:
+def _pick_run(store: ObjectStore, seed: int, steps: int, name: str | None, model: str) -> tuple[str, bool]:
+    """Name of the run, and whether it goes on: the seed's last demo when it was stopped on the way, else a new one."""
+    from rl360.config.freeze import load_frozen
     from rl360.ledger.read import list_runs
 
-    runs = {row["run"]: row for row in list_runs(store)}  # type: ignore[arg-type]
+    runs = {row["run"]: row for row in list_runs(store)}
     if name is not None:
         if name in runs and runs[name]["steps"] >= steps:
             raise BadInput(f"run {name} already has {runs[name]['steps']} steps; give another --name or more --steps")
@@ -60,6 +65,8 @@ def _pick_run(store: object, seed: int, steps: int, name: str | None) -> tuple[s
     numbers = [int(run.removeprefix(prefix)) for run in runs if run.removeprefix(prefix).isdigit()]
     last = max(numbers, default=0)
     stopped = runs.get(f"{prefix}{last}")
-    if stopped is not None and stopped["steps"] < stopped["target_steps"] == steps:
+    unfinished = stopped is not None and stopped["steps"] < stopped["target_steps"] == steps
+    # a starting policy made by another recipe is another run
+    if unfinished and load_frozen(store, f"{prefix}{last}").model.path == model:
         return f"{prefix}{last}", True
     return f"{prefix}{last + 1}", False

@@ -206,7 +206,10 @@ class Runner:
         except TimeoutError:
             detail = f"sandbox not ready within {request.setup_timeout_s:g} s"
             attempt.failed("setup", ExitStatus.ENV_START, detail)
-        except (SandboxStartError, BadInput, OSError) as error:
+        except SandboxStartError as error:
+            attempt.stops.extend([error.proof] if error.proof is not None else [])
+            attempt.failed("setup", ExitStatus.ENV_START, str(error))
+        except (BadInput, OSError) as error:
             attempt.failed("setup", ExitStatus.ENV_START, str(error))
         return None
 

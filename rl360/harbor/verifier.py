@@ -86,6 +86,7 @@ async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[Stop
     try:
         sandbox = await provider.create(spec)
     except SandboxStartError as error:
+        stops.extend([error.proof] if error.proof is not None else [])
         return Verification(None, Outcome.SANDBOX_START, str(error))
     problem: Outcome | None = None
     try:

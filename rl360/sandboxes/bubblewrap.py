@@ -192,7 +192,7 @@ class BubblewrapProvider:
         except (SandboxStartError, OSError) as error:
             left = cgroups.remove(group)
             unclean = f"; cgroups left: {', '.join(map(str, left))}" if left else ""
-            raise SandboxStartError(f"{error}{unclean}") from None
+            raise SandboxStartError(f"{error}{unclean}", getattr(error, "proof", None)) from None
 
     async def reap(self) -> list[str]:
         """End and remove what a dead server left under this root. A folder whose processes stay is kept and named."""

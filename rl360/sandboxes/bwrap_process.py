@@ -343,7 +343,7 @@ async def launch(
             raise
         late = f"sandbox {spec.name}: not ready within {spec.start_timeout_s:g} s"
         unclean = "" if proof.confirmed else f"; {proof.evidence}"
-        raise SandboxStartError(f"{late if isinstance(error, TimeoutError) else error}{unclean}") from None
+        raise SandboxStartError(f"{late if isinstance(error, TimeoutError) else error}{unclean}", proof) from None
     finally:
         os.close(info_r)
     return sandbox

@@ -18,7 +18,11 @@ from rl360.harbor.protocol import SandboxLimits
 
 
 class SandboxStartError(Rl360Error):
-    """A sandbox did not become ready in time; nothing of it is left running."""
+    """A sandbox did not become ready in time. `proof`: how its end was seen; None when nothing had been started."""
+
+    def __init__(self, message: str, proof: StopProof | None = None) -> None:
+        super().__init__(message)
+        self.proof = proof
 
 
 class SandboxGone(Rl360Error):

@@ -246,7 +246,7 @@ class Session:
     def commit(self, prepared: PreparedTurn, completion: Completion, ignored_params: tuple[str, ...] = ()) -> Turn:
         """Record the turn. Everything is checked first: a refusal leaves the session as it was."""
         if self.closed or prepared.epoch != self.epoch:
-            self.lost_race_tokens += len(completion.output_ids)  # seen by the engine, in no sample
+            self.lost_race_tokens += len(completion.output_ids)  # sampled, and kept in no history
         self._require_open()
         self._require_epoch(prepared.epoch)
         self._check(prepared, completion)

@@ -45,8 +45,9 @@ def snapshot(session: Session) -> SessionSnapshot:
         logprobs=session.logprobs.view.copy(),
         mask=session.mask.view.copy(),
         turns=tuple(session.turns),
-        sampled_tokens=session.sampled_tokens,
-        prefix_break_tokens=session.prefix_break_tokens,
+        # a turn that lost its race was sampled too: its ids broke with the history that was recorded
+        sampled_tokens=session.sampled_tokens + session.lost_race_tokens,
+        prefix_break_tokens=session.prefix_break_tokens + session.lost_race_tokens,
         cached_tokens=session.cached_tokens,
         prompt_tokens=session.prompt_tokens,
     )
