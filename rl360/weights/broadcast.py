@@ -10,6 +10,7 @@ a time, and a plan of an older epoch than one already seen is refused.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -80,6 +81,21 @@ class _Loop:
 
     def start(self, call: Coroutine[Any, Any, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(call, self.loop)
+
+
+def listen(address: str, timeout_s: float) -> Any:
+    """The group's TCPStore on a free port of `address` alone: left to itself it listens on every interface."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _connect(name: str, store: Any, world_size: int, timeout_s: float) -> Any:
@@ -185,10 +201,9 @@ class BroadcastTransport:
             self._everywhere(engines, loop, partial(_leave, name=name), plan.call_deadline_s)
         self._left.clear()
         world_size = len(engines) + 1
-        timeout = timedelta(seconds=plan.call_deadline_s)
         try:
-            store = dist.TCPStore(self.address, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
-        except RuntimeError as error:
+            store = listen(self.address, plan.call_deadline_s)
+        except (RuntimeError, OSError) as error:
             raise ServiceError(f"cannot listen on {self.address} for the engines: {_first_line(error)}") from None
 
         def join(engine: _Engine) -> Awaitable[object]:

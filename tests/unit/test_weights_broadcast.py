@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
 from rl360.engines.fleet import EngineIdentity
 from rl360.errors import BadInput, EngineChurn
-from rl360.weights.broadcast import BroadcastTransport, _Engine, _Loop, _TransferStopped, flatten
+from rl360.weights.broadcast import BroadcastTransport, _Engine, _Loop, _TransferStopped, flatten, listen
 from rl360.weights.checksum import tensor_specs
 from rl360.weights.messages import Bucket, EngineSet, PushPlan
 from rl360.weights.plan import plan_push
@@ -92,6 +94,22 @@ def test_an_engine_that_is_away_ends_the_transfer_and_is_named() -> None:
     assert not report.ok
     assert not report.engines[0].answered and "no connection" in report.engines[0].error
     assert report.sent_bytes == 0
+
+
+def _listening() -> set[tuple[str, int]]:
+    rows = psutil.Process().net_connections(kind="tcp")
+    return {(row.laddr.ip, row.laddr.port) for row in rows if row.status == psutil.CONN_LISTEN}
+
+
+def test_the_meeting_point_listens_on_its_address_alone_and_goes_with_its_group() -> None:
+    before = _listening()
+    store = listen("127.0.0.1", 5.0)
+    assert _listening() - before == {("127.0.0.1", store.port)}
+    member = dist.TCPStore("127.0.0.1", store.port, None, is_master=False, wait_for_workers=False)
+    member.set("key", "value")
+    assert store.get("key") == b"value"
+    del member, store
+    assert _listening() == before
 
 
 def test_a_bucket_travels_as_the_bytes_of_its_tensors_in_order() -> None:
