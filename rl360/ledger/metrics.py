@@ -118,15 +118,6 @@ def attempt_bars(ledger: StepLedger) -> dict[str, int]:
     return {name: bars[name] for name in ("trained_pass", "trained_fail", "all_pass", "all_fail", "other", "infra")}
 
 
-def attempt_phases(ledger: StepLedger) -> dict[str, float]:
-    """Mean seconds per attempt in each phase of `/run`, over the attempts that report phases."""
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for row in ledger.attempts:
-        for name, value in row.phases_s.items():
-            seconds[name].append(value)
-    return {name: sum(values) / len(values) for name, values in seconds.items()}
-
-
 def step_json(ledger: StepLedger) -> dict[str, Any]:
     """One entry of `rl360 ledger RUN --json`: all that tables, pictures and pages need, in a few KB."""
     return {

@@ -121,11 +121,6 @@ class ObjectStore:
             return False
         return True
 
-    def modified_at(self, key: str) -> float:
-        """Unix seconds of the object's last write; `KeyError` when there is none."""
-        with self._errors("look up", key):
-            return self._s3.head_object(Bucket=self.bucket, Key=key)["LastModified"].timestamp()
-
     def list(self, prefix: str) -> builtins.list[str]:
         """All keys under the prefix, sorted."""
         keys: builtins.list[str] = []

@@ -38,12 +38,6 @@ def enter(layout: Layout, seed: int = 0) -> None:
     _start_megatron(layout, seed)
 
 
-def relayout(layout: Layout, seed: int = 0) -> None:
-    """Split the same processes another way."""
-    parallel_state.destroy_model_parallel()
-    _start_megatron(layout, seed)
-
-
 def leave() -> None:
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
