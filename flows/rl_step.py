@@ -30,7 +30,8 @@ from tasks.train import train
     name="rl_step",
     flow_run_name="{config.run} step {step}",
     description="One RL step: sample, roll out, collect, filter, train, push. Resumes where its manifests end.",
-    task_runner=ThreadPoolTaskRunner(max_workers=32),  # type: ignore[arg-type]
+    # a thread a wave in flight; the pace is launch_waves', so this only has to be more than any sensible one
+    task_runner=ThreadPoolTaskRunner(max_workers=256),  # type: ignore[arg-type]
     retries=0,
     persist_result=False,
 )

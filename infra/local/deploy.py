@@ -49,11 +49,13 @@ def declared(root: Path) -> int:
     return len(yaml.safe_load((root / "prefect.yaml").read_text())["deployments"])
 
 
-def _call(api_url: str, path: str, body: dict[str, object] | None = None) -> object:
+def _call(api_url: str, path: str, body: dict[str, object] | None = None, method: str | None = None) -> object:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(api_url + path, data=data, headers={"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(api_url + path, data=data, headers=headers, method=method)
     with urllib.request.urlopen(request, timeout=10.0) as reply:
-        return json.load(reply)
+        text = reply.read()
+    return json.loads(text) if text else None
 
 
 def wait_for_pool(api_url: str, deadline_s: float) -> None:
@@ -67,6 +69,12 @@ def wait_for_pool(api_url: str, deadline_s: float) -> None:
             if time.monotonic() > give_up_s:
                 raise SystemExit(f"work pool {WORK_POOL} did not appear within {deadline_s:.0f} s: {error}") from None
         time.sleep(0.5)
+
+
+def one_at_a_time(api_url: str) -> None:
+    """The pool runs one flow run at a time: two runs on one trainer and one set of engines would push over each other.
+    A deployment's own limit counts only that deployment."""
+    _call(api_url, f"/work_pools/{WORK_POOL}", {"concurrency_limit": 1}, method="PATCH")
 
 
 def settle_orphans(api_url: str, before: datetime) -> int:
@@ -89,6 +97,7 @@ def main() -> int:
         print(f"no prefect.yaml in {REPO_ROOT}: flows run from a checkout of the project", file=sys.stderr)
         return 1
     wait_for_pool(api_url, deadline_s=60.0)
+    one_at_a_time(api_url)
     settle_orphans(api_url, datetime.fromtimestamp(psutil.Process(os.getppid()).create_time(), UTC))
     stamp, digest, want = home / STAMP_FILE, content_digest(REPO_ROOT), declared(REPO_ROOT)
     if stamp.is_file() and stamp.read_text().strip() == digest and _call(api_url, "/deployments/count", {}) == want:

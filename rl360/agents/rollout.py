@@ -186,6 +186,7 @@ class RolloutClient:
                 memory_mb=config.sandbox.memory_mb,
                 pids=config.sandbox.pids,
                 cpus=config.sandbox.cpus,
+                cpu_time_s=config.sandbox.cpu_time_s,
                 file_size_mb=config.sandbox.file_size_mb,
                 output_bytes=config.sandbox.output_bytes,
             ),

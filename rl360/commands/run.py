@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from rl360.config.freeze import load_frozen
+from rl360.config.freeze import load_frozen, load_target
 from rl360.config.run import RunConfig
 from rl360.config.services import Services, load_services
 from rl360.errors import BadInput, Rl360Error
@@ -96,7 +96,8 @@ def resume(
 
     services = load_services()
     store = ObjectStore.from_services(services)
-    config = changed_config(load_frozen(store, run), read_fields(None, fields, run=run, steps=steps))
+    asked = load_frozen(store, run).model_copy(update={"steps": load_target(store, run)})
+    config = changed_config(asked, read_fields(None, fields, run=run, steps=steps))
     refuse_fewer_steps(config, next_step(store, run))
     launch(services, config, follow=follow)
 
@@ -209,7 +210,7 @@ def _run_of(parameters: dict[str, Any]) -> str:
 
 
 def refuse_fewer_steps(config: RunConfig, done: int) -> None:
-    """config.json keeps the number of steps of the first start: a run that was extended would end at once, done."""
+    """A run that is asked for fewer steps than it has would end at once as done."""
     if done > config.steps:
         raise BadInput(f"run {config.run} has {done} steps and {config.steps} are asked for; give --steps")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import orjson
+
 from rl360.config.run import RunConfig, frozen_differences
-from rl360.errors import BadInput
-from rl360.store.layout import run_config_key
+from rl360.errors import BadInput, CorruptObject
+from rl360.store.layout import run_config_key, run_target_key
 from rl360.store.object_store import ObjectStore
 
 
@@ -26,6 +28,24 @@ def freeze_config(store: ObjectStore, config: RunConfig, *, default_model: str) 
             "resume it with its own config (`rl360 run resume`) or start a run under another name"
         )
     return wanted
+
+
+def load_target(store: ObjectStore, run: str) -> int:
+    """How many steps the run was last asked to reach."""
+    key = run_target_key(run)
+    try:
+        data = store.get(key)
+    except KeyError:
+        return load_frozen(store, run).steps
+    try:
+        return int(orjson.loads(data)["steps"])
+    except (KeyError, ValueError, TypeError):
+        raise CorruptObject(key, "does not say the steps to reach; delete it and resume the run") from None
+
+
+def note_target(store: ObjectStore, config: RunConfig) -> None:
+    """Remember how many steps the run is asked to reach now."""
+    store.put(run_target_key(config.run), orjson.dumps({"steps": config.steps}))
 
 
 def load_frozen(store: ObjectStore, run: str) -> RunConfig:

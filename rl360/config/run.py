@@ -27,7 +27,6 @@ class PolicyConfig(_Section):
     path: str = Field(
         "", description="Hugging Face directory of the starting policy; empty: the one the engines were started with"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the trainer's parameters")
 
 
 class TasksetConfig(_Section):
@@ -65,6 +64,7 @@ class SandboxConfig(_Section):
     memory_mb: int = Field(512, ge=16)
     pids: int = Field(64, ge=4)
     cpus: float = Field(1.0, gt=0)
+    cpu_time_s: float = Field(60, gt=0, description="CPU seconds of one process")
     file_size_mb: int = Field(64, ge=1)
     output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
 
@@ -77,7 +77,9 @@ class DeadlinesConfig(_Section):
     agent_s: float = Field(60, gt=0)
     verifier_s: float = Field(20, gt=0)
     collect_s: float = Field(20, gt=0, json_schema_extra=OPERATIONAL)
-    slack_s: float = Field(15, ge=0, json_schema_extra=OPERATIONAL)
+    slack_s: float = Field(
+        15, ge=15, description="starting the verifier's sandbox, stopping both", json_schema_extra=OPERATIONAL
+    )
     client_s: float = Field(
         300, gt=0, description="how long the flow waits for one attempt", json_schema_extra=OPERATIONAL
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl360.config.run import RunConfig
+from rl360.config.freeze import load_target
 from rl360.errors import BadInput, CorruptObject
 from rl360.ledger.step import StepLedger, trained_ids_of
 from rl360.store.codec import pack, unpack
@@ -91,8 +91,7 @@ def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
 
 
 def _describe(store: ObjectStore, run: str) -> dict[str, Any]:
-    key = run_config_key(run)
-    target = RunConfig.parse(store.get_required(key), key).steps
+    target = load_target(store, run)
     steps = ledger_steps(store, run)
     state = "new" if not steps else "open" if len(steps) < target else "done"
     folders = [name for name in store.list_folders(f"{run}/steps/") if name.isdigit()]

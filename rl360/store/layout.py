@@ -20,6 +20,11 @@ def run_config_key(run: str) -> str:
     return f"{check_run(run)}/config.json"
 
 
+def run_target_key(run: str) -> str:
+    """How many steps the run was last asked to reach (`config.json` keeps the number it was started with)."""
+    return f"{check_run(run)}/target.json"
+
+
 def step_prefix(run: str, step: int) -> str:
     return f"{check_run(run)}/steps/{step:06}/"
 

@@ -130,8 +130,6 @@ class Replica:
     def _open(self, command: OpenRun) -> Position:
         self.policy = self.at = None  # a failed open leaves nothing half restored
         config = RunConfig.parse(command.config_json, f"config of run {command.run}")
-        if config.model.dtype != "float32":
-            raise BadInput(f"model.dtype {config.model.dtype} is not supported by the trainer; use float32")
         trainer = config.trainer
         optim = Optim(trainer.lr, trainer.beta1, trainer.beta2, trainer.eps, trainer.weight_decay, trainer.grad_clip)
         policy = together(lambda: Policy(Path(command.model_dir), self.layout, optim))

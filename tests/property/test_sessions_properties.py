@@ -53,6 +53,7 @@ class Oracle:
     last_sampled: int = 0
     sampled: int = 0
     dropped: int = 0
+    lost: int = 0
     cut: bool = False
 
     def expected_prompt(self, new: list[Message]) -> list[int]:
@@ -91,7 +92,8 @@ def _check(session: Session, oracle: Oracle) -> None:
     assert sample.tokens.tolist() == oracle.ids
     assert sample.loss_mask.tolist() == oracle.mask
     assert sample.logprobs.tolist() == oracle.logprobs
-    assert (sample.sampled_tokens, sample.prefix_break_tokens) == (oracle.sampled, oracle.dropped)
+    assert sample.sampled_tokens == oracle.sampled + oracle.lost
+    assert sample.prefix_break_tokens == oracle.dropped + oracle.lost
     assert sample.truncated == oracle.cut
     assert sum(oracle.mask) + oracle.dropped == oracle.sampled
     spans = [i for start, end, _version in sample.version_spans for i in range(start, end)]
@@ -199,6 +201,7 @@ class RandomAgent:
         self.record(winner, request, new, rollback=False)
         late = self.engine(loser)
         _refuses(self.session, Refusal.LOST_RACE, lambda: self.session.commit(loser, late))
+        self.oracle.lost += len(late.output_ids)
 
     def lose_upstream(self) -> None:
         request = self.request()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl360.config.freeze import freeze_config, load_frozen
+from rl360.config.freeze import freeze_config, load_frozen, load_target, note_target
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
 from tests.unit.memory_store import MemoryStore
@@ -37,6 +37,18 @@ def test_operational_fields_are_as_given_and_the_stored_config_stays() -> None:
     resumed = freeze_config(store, config(steps=77, rollout={"wave_size": 8}), default_model=MODEL)
     assert (resumed.steps, resumed.rollout.wave_size) == (77, 8)
     assert store.objects == before
+
+
+def test_the_target_is_the_last_one_asked_for() -> None:
+    store = MemoryStore()
+    freeze_config(store, config(steps=5), default_model=MODEL)
+    assert load_target(store, "r1") == 5
+    note_target(store, freeze_config(store, config(steps=9), default_model=MODEL))
+    assert load_target(store, "r1") == 9
+    assert load_frozen(store, "r1").steps == 5
+    store.put("r1/target.json", b"{}")
+    with pytest.raises(CorruptObject, match="does not say the steps"):
+        load_target(store, "r1")
 
 
 @pytest.mark.parametrize(

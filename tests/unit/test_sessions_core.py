@@ -148,7 +148,9 @@ def test_one_of_two_racing_turns_is_recorded() -> None:
     late = completion(call_turn("ls"))
     _refused(session, Refusal.LOST_RACE, "epoch 1, this one was prepared on 0", lambda: session.commit(first, late))
     assert session.lost_race_tokens == len(late.output_ids)
-    assert merge(session).sampled_tokens == session.turns[0].sampled
+    sample = merge(session)
+    assert sample.sampled_tokens == session.turns[0].sampled + len(late.output_ids)
+    assert sample.prefix_break_tokens == len(late.output_ids)
     plan = session.plan((*OPENING, session.turns[0].reply, Message("user", "x")), BASH)
     session.commit(session.assemble(plan, session.render(plan)), completion())
     _refused(session, Refusal.LOST_RACE, "recorded first", lambda: session.assemble(plan, session.render(plan)))
