@@ -31,16 +31,18 @@ def freeze_config(store: ObjectStore, config: RunConfig, *, default_model: str) 
 
 
 def load_target(store: ObjectStore, run: str) -> int:
-    """How many steps the run was last asked to reach."""
-    key = run_target_key(run)
-    try:
-        data = store.get(key)
-    except KeyError:
-        return load_frozen(store, run).steps
-    try:
-        return int(orjson.loads(data)["steps"])
-    except (KeyError, ValueError, TypeError):
-        raise CorruptObject(key, "does not say the steps to reach; delete it and resume the run") from None
+    """How many steps the run was last asked to reach. Reads that one number only, so that a run another version of
+    rl360 wrote can still be listed."""
+    for key in (run_target_key(run), run_config_key(run)):
+        try:
+            data = store.get(key)
+        except KeyError:
+            continue
+        try:
+            return int(orjson.loads(data)["steps"])
+        except (KeyError, ValueError, TypeError):
+            raise CorruptObject(key, "does not say the steps to reach") from None
+    raise BadInput(f"no run {run!r} in bucket {store.bucket}; `rl360 run list` shows what there is")
 
 
 def note_target(store: ObjectStore, config: RunConfig) -> None:

@@ -1,7 +1,8 @@
 """Async client of the trainer service. Every request may be sent again: the trainer answers by what it already did.
 
-Connection errors and deadlines are `ServiceError` (retry safe); 400 and 422 are `BadInput` (never retried); 409 means
-that the trainer is elsewhere (another run, another version) and is `TrainerConflict`.
+Connection errors and deadlines are `ServiceError` (retry safe); 400, 401, 404 and 422 say that the same request can never
+work and are `BadInput` (never retried); 409 means that the trainer is elsewhere (another run, another version) and is
+`TrainerConflict`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rl360.errors import BadInput, ServiceError
 from rl360.weights.messages import ChecksumReply, ChecksumRequest, PushPlan, TransferReport
 
 Reply = TypeVar("Reply", bound=BaseModel)
+_NEVER_WORKS = frozenset({400, 401, 404, 422})
 
 
 class TrainerConflict(ServiceError):
@@ -49,7 +51,7 @@ class TrainerClient:
                 f"{where}: no connection ({type(error).__name__}); is it up? try `rl360 status`"
             ) from None
         message = f"{where}: answered {reply.status_code}: {reply.text[:300].strip()}"
-        if reply.status_code in (400, 422):
+        if reply.status_code in _NEVER_WORKS:
             raise BadInput(message)
         if reply.status_code == 409:
             raise TrainerConflict(message)

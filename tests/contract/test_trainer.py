@@ -205,9 +205,9 @@ def test_a_replay_that_differs_is_an_error(rig: Rig) -> None:
     key = step_key(run, 0, "train.json")
     rig.store.put(key, result.model_copy(update={"weights_digest": "f" * 64}).model_dump_json().encode())
     reply = rig.ask("GET", f"/runs/{run}")
-    assert reply.status_code == 500
+    assert reply.status_code == 422
     assert "replay of step 0 of tampered" in reply.json()["error"]
-    assert rig.ask("PUT", "/steps/1", rig.put_batch(run, 1)).status_code == 500
+    assert rig.ask("PUT", "/steps/1", rig.put_batch(run, 1)).status_code == 422
 
 
 def test_a_damaged_checkpoint_is_named(rig: Rig) -> None:
