@@ -1,8 +1,8 @@
 """Async client of the trainer service. Every request may be sent again: the trainer answers by what it already did.
 
-Connection errors and deadlines are `ServiceError` (retry safe); 400, 401, 404 and 422 say that the same request can never
-work and are `BadInput` (never retried); 409 means that the trainer is elsewhere (another run, another version) and is
-`TrainerConflict`.
+Connection errors and deadlines are `ServiceError` (retry safe); 400, 401, 404 and 422 say that the same request can
+never work and are `BadInput` (never retried); 409 means that the trainer is elsewhere (another run, another version)
+and is `TrainerConflict`.
 """
 
 from __future__ import annotations

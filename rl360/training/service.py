@@ -37,7 +37,7 @@ from rl360.store.object_store import ObjectStore
 from rl360.training.director import Conflict, Director, ExportBody, StepBody, UnknownRun
 from rl360.training.megatron import parallel
 from rl360.training.megatron.model import Layout
-from rl360.training.replica import Command, Replica, ReplayMismatch
+from rl360.training.replica import Command, ReplayMismatch, Replica
 from rl360.weights.messages import ChecksumRequest, PushPlan
 
 log = logging.getLogger("rl360.training")
