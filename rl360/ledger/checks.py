@@ -72,6 +72,9 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
     ids = Counter(row.attempt_id for row in rows)
     twice = next((attempt_id for attempt_id, count in ids.items() if count > 1), "")
     yield _equal("one outcome per attempt", "rows", len(rows), "distinct attempts", len(ids), twice)
+    prefix = f"s{ledger.step:06}-"
+    foreign = [row.attempt_id for row in rows if not row.attempt_id.startswith(prefix)]
+    yield _equal("attempts of this step", "of another step", len(foreign), "allowed", 0, foreign[0] if foreign else "")
     fault = _first(rows, lambda row: (row.reward is not None) != (row.outcome in HAS_VERDICT))
     verdicts = sum(row.outcome in HAS_VERDICT for row in rows)
     rewards = sum(row.reward is not None for row in rows)

@@ -36,14 +36,15 @@ def test_checks_are_one_line_for_a_run_and_one_each_for_a_step() -> None:
     out = io.StringIO()
     console = Console(file=out, width=200, color_system=None, highlight=False)
     print_checks(console, check_run(LEDGERS), in_full=False)
-    assert out.getvalue().strip() == "24 of 24 sums hold over 3 steps"
+    assert out.getvalue().strip() == "27 of 27 sums hold over 3 steps"
     print_checks(console, {1: check_run(LEDGERS)[1]}, in_full=True)
-    assert out.getvalue().count("holds ") == 8
+    assert out.getvalue().count("holds ") == 9
 
 
 def test_a_sample_trained_in_two_steps_is_seen() -> None:
     first = LEDGERS[0]
     again = replace(LEDGERS[1], attempts=first.attempts, train=first.train)
     broken = [check for check in check_run([first, again])[1] if not check.holds]
-    assert [check.name for check in broken] == ["trained once"]
-    assert broken[0].left == len(first.trained_ids)
+    assert [check.name for check in broken] == ["attempts of this step", "trained once"]
+    assert broken[0].left == len(first.attempts)
+    assert broken[1].left == len(first.trained_ids)
