@@ -114,7 +114,7 @@ def test_books_that_do_not_balance_are_refused(changes: dict[str, Any], message:
 def test_an_attempt_of_another_step_is_refused_without_reading_that_step() -> None:
     """Ids name their step, so what is of this step alone cannot have trained in an earlier one."""
     attempts = [attempt(0, 0, 1.0, step=3), attempt(0, 1, 0.0, step=3), attempt(1, 0, 1.0, step=2)]
-    with pytest.raises(LedgerBroken, match="attempts of this step: of another step 1 != allowed 0 .*s000002-g001-a00"):
+    with pytest.raises(LedgerBroken, match=r"attempts of this step: of another step 1 != allowed 0 .*s000002-g001-a00"):
         ledger_of(attempts, step=3)
     assert ledger_of(attempts[:2], step=3).step == 3
 
