@@ -179,6 +179,18 @@ def test_cpu_autocast_is_refused() -> None:
         check_layout(DENSE, Layout())
 
 
+def test_each_rank_takes_the_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU here: what is looked at is that the device is chosen, by rank, before the group is made."""
+    done: list[object] = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(parallel, "ON_CPU", False)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: done.append(backend))
+    monkeypatch.setattr(parallel, "_start_megatron", lambda layout, seed: None)
+    parallel.enter(Layout())
+    assert done == [3, "cpu:gloo,cuda:nccl"]
+
+
 def test_the_hook_rewrites_device_names_only() -> None:
     source = "import torch\nx = torch.zeros(2, device='cuda').cuda()\nn = torch.cuda.device_count()"
     source += "\nt = 'torch.cuda.FloatTensor'"

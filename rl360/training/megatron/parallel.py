@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 from collections.abc import Iterator
 
 import torch
@@ -33,6 +34,8 @@ def _start_megatron(layout: Layout, seed: int) -> None:
 
 def enter(layout: Layout, seed: int = 0) -> None:
     """Join the processes started by torchrun (its environment names them) under `layout`."""
+    if not ON_CPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # else all ranks of a host meet on its first GPU
     backend = "gloo" if ON_CPU else "cpu:gloo,cuda:nccl"
     torch.distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_DEADLINE_S))
     _start_megatron(layout, seed)
