@@ -162,31 +162,6 @@ class FakeGateway(_Server):
         return 200, {"workers": list(self.workers.values())}
 
 
-class MemoryStore:
-    """The fence's part of an object store, with a switch to fail."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-
-    def get(self, key: str) -> bytes:
-        return self.objects[key]
-
-    def put(self, key: str, data: bytes) -> None:
-        self.objects[key] = data
-
-    def put_once(self, key: str, data: bytes) -> bool:
-        if key in self.objects:
-            return False
-        self.objects[key] = data
-        return True
-
-    def exists(self, key: str) -> bool:
-        return key in self.objects
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self.objects if key.startswith(prefix))
-
-
 class FakeTrainer:
     """Sends by setting the engines' checksums. `before`: called with each plan; may raise or break engines."""
 

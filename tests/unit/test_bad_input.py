@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_engines import TENSORS, FakeEngine, FakeGateway, FakeTrainer
-from fake_engines import MemoryStore as PushStore
 from fastapi import FastAPI
 from safetensors.numpy import save_file
 
@@ -120,7 +119,7 @@ def test_task_directory_without_a_test(tmp_path: Path) -> None:
 def test_wrong_engine_address(tmp_path: Path) -> None:
     """No intent is written and no version is noted: the next push starts as if this one had never been asked for."""
     save_file({t.name: np.zeros(t.shape, np.float16) for t in TENSORS}, tmp_path / "model.safetensors")
-    gateway, store = FakeGateway(), PushStore()
+    gateway, store = FakeGateway(), MemoryStore()
     url = f"http://127.0.0.1:{free_port()}"
     services = services_at(tmp_path, engine_urls=[url], gateway_url=gateway.url)
     config = PushConfig(call_deadline_s=0.5)
@@ -136,7 +135,7 @@ def test_wrong_engine_address(tmp_path: Path) -> None:
 def test_one_wrong_engine_address_among_good_ones(tmp_path: Path) -> None:
     """The others get the weights, and the record names the one that did not answer."""
     save_file({t.name: np.zeros(t.shape, np.float16) for t in TENSORS}, tmp_path / "model.safetensors")
-    gateway, store, engine = FakeGateway(), PushStore(), FakeEngine()
+    gateway, store, engine = FakeGateway(), MemoryStore(), FakeEngine()
     trainer = FakeTrainer([engine])
     trainer.step = 1
     url = f"http://127.0.0.1:{free_port()}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fake_engines import MemoryStore
 
 from rl360.commands.fleet import describe, engine_state, engine_url, print_status
 from rl360.config.services import Services
 from rl360.engines.fleet import EngineIdentity, Probe
 from rl360.errors import BadInput
 from rl360.weights import fence
+from tests.unit.memory_store import MemoryStore
 
 URL = "http://h:1"
 IDENTITY = EngineIdentity(url=URL, incarnation="aa")

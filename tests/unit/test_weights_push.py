@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_engines import TENSORS, FakeEngine, FakeGateway, FakeTrainer, MemoryStore
+from fake_engines import TENSORS, FakeEngine, FakeGateway, FakeTrainer
 from safetensors.numpy import save_file
 
 from rl360.config.run import PushConfig
@@ -20,6 +20,7 @@ from rl360.errors import BadInput, CleanupUnconfirmed, CorruptObject, ServiceErr
 from rl360.weights import fence, push
 from rl360.weights.messages import PushRecord, PushStatus, loading_mark
 from rl360.weights.plan import group_name
+from tests.unit.memory_store import MemoryStore
 
 CONFIG = PushConfig(call_deadline_s=1.0, bucket_bytes=1024)
 SHORT = CONFIG.model_copy(update={"call_deadline_s": 0.5})
