@@ -1,0 +1,140 @@
+"""A step is applied once: the director and a real replica over a store that can be away at the worst moment.
+
+The same over HTTP, S3 and SIGKILL is in tests/contract/test_trainer.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rl360.config.run import RunConfig
+from rl360.errors import StoreUnavailable
+from rl360.store.codec import sha256_hex
+from rl360.store.layout import run_config_key, step_key
+from rl360.training.director import Conflict, Director, StepBody
+from rl360.training.megatron import parallel
+from rl360.training.megatron.model import Layout
+from rl360.training.replica import ReplayMismatch, Replica
+from rl360.training.results import StepStatus
+from tests.unit.memory_store import MemoryStore
+from tests.unit.training_data import batch, samples_of, write_model
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = write_model(tmp_path_factory.mktemp("model"))
+    with parallel.single_process():
+        yield folder
+
+
+def new_store(model: Path, **fields: Any) -> MemoryStore:
+    store = MemoryStore()
+    config = RunConfig.parse({"run": "r1", "model": {"path": str(model)}, **fields})
+    store.put(run_config_key("r1"), config.to_json())
+    return store
+
+
+def new_trainer(store: MemoryStore) -> Director:
+    """A trainer that has just been started: it knows what the store holds and nothing else."""
+    replica = Replica(cast(Any, store), Layout(), "an incarnation")
+    return Director(replica, cast(Any, SimpleNamespace(model_dir="-")), replica.execute)
+
+
+def batch_of(store: MemoryStore, step: int, samples: list[dict[str, Any]] | None = None) -> StepBody:
+    data = batch("r1", step, samples_of(step, 4) if samples is None else samples)
+    key = step_key("r1", step, "filter.msgpack")
+    store.put(key, data)
+    return StepBody(run="r1", batch_key=key, batch_digest=sha256_hex(data))
+
+
+def test_asking_again_trains_nothing(model: Path) -> None:
+    store = new_store(model)
+    trainer = new_trainer(store)
+    first = trainer.put_step(0, batch_of(store, 0))
+    assert trainer.put_step(0, batch_of(store, 0)) == first
+    assert (first.status, first.version_after) == (StepStatus.TRAINED, 1)
+    assert first.loss_weight_sum == pytest.approx(1.0)
+    assert trainer.open_run("r1")["weights_digest"] == first.weights_digest
+    with pytest.raises(Conflict, match=r"step 0 of r1 was trained on .*, asked for "):
+        trainer.put_step(0, batch_of(store, 0, samples_of(9, 4)))
+    with pytest.raises(Conflict, match="next step is 1"):
+        trainer.put_step(2, batch_of(store, 2))
+
+
+def test_a_trainer_that_lost_its_memory_ends_in_the_same_bits(model: Path) -> None:
+    store = new_store(model)
+    trainer = new_trainer(store)
+    results = [trainer.put_step(step, batch_of(store, step)) for step in (0, 1)]
+    again = new_trainer(store)
+    assert again.open_run("r1")["weights_digest"] == results[-1].weights_digest
+    trainer.checkpoint("r1", 1)
+    third = trainer.put_step(2, batch_of(store, 2))
+    restored = new_trainer(store)  # from the checkpoint, and one step replayed after it
+    assert restored.open_run("r1")["weights_digest"] == third.weights_digest
+    assert restored.put_step(2, batch_of(store, 2)) == third
+    fourth = batch_of(store, 3)
+    ahead = restored.put_step(3, fourth)
+    assert trainer.put_step(3, fourth) == ahead  # another trainer recorded it: taken over, not trained again
+    assert trainer.open_run("r1")["weights_digest"] == ahead.weights_digest
+
+
+def test_a_record_that_could_not_be_written_is_no_second_step(model: Path) -> None:
+    store, calm = new_store(model), new_store(model)
+    expected = new_trainer(calm).put_step(0, batch_of(calm, 0))
+    trainer = new_trainer(store)
+    body = batch_of(store, 0)
+    put_once = store.put_once
+
+    def away(key: str, data: bytes) -> bool:
+        raise StoreUnavailable("away")
+
+    store.put_once = away  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match=r"is applied in memory and not recorded .*ask for it again"):
+            trainer.put_step(0, body)
+    with pytest.raises(Conflict, match="step 0 of r1 is applied, not recorded yet"):
+        trainer.put_step(1, batch_of(store, 1))
+    with pytest.raises(Conflict, match="not recorded yet"):
+        trainer.checkpoint("r1", 0)
+    store.put_once = put_once  # type: ignore[method-assign]
+    assert trainer.put_step(0, body).weights_digest == expected.weights_digest
+
+
+@pytest.mark.parametrize("samples", [[], "no token under the mask"], ids=["no sample", "no token"])
+def test_an_empty_step_changes_nothing_and_has_no_loss(model: Path, samples: Any) -> None:
+    store = new_store(model)
+    trainer = new_trainer(store)
+    before = trainer.open_run("r1")["weights_digest"]
+    rows = [dict(row, loss_mask=row["loss_mask"] * 0) for row in samples_of(0, 2)] if samples else []
+    for row in rows:
+        row["loss_mask"] = row["loss_mask"].astype("uint8")
+    result = trainer.put_step(0, batch_of(store, 0, rows))
+    assert (result.status, result.loss, result.version_after, result.weights_digest) == ("empty", None, 0, before)
+    assert trainer.put_step(1, batch_of(store, 1)).version_after == 1
+
+
+def test_a_replay_that_differs_stops_the_run(model: Path) -> None:
+    store = new_store(model)
+    result = new_trainer(store).put_step(0, batch_of(store, 0))
+    changed = result.model_copy(update={"weights_digest": "f" * 64})
+    store.put(step_key("r1", 0, "train.json"), changed.model_dump_json().encode())
+    for _ in range(2):
+        with pytest.raises(ReplayMismatch, match=r"replay of step 0 of r1: weights .* differ from the recorded ffff"):
+            new_trainer(store).open_run("r1")
+
+
+def test_the_runs_temperature_reaches_the_loss(model: Path) -> None:
+    distances = []
+    for temperature in (1.0, 0.5):
+        store = new_store(model, rollout={"temperature": temperature})
+        distances.append(new_trainer(store).put_step(0, batch_of(store, 0)).mean_abs_dlogp)
+    assert distances[0] != pytest.approx(distances[1], rel=1e-3)
