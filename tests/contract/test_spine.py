@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from rl360.config.services import Services
@@ -123,6 +124,18 @@ def test_export_is_a_policy_others_load(
     assert store.get(f"exports/{run}/model.safetensors") == local
     again = cli("run", "export", run, f"s3://{services.s3_bucket}/exports/{run}")
     assert (again.returncode, "new prefix" in again.stderr) == (2, True), again.stderr
+
+
+def test_everything_listens_on_loopback_only(cli: Cli) -> None:
+    supervisor = psutil.Process(json.loads(cli("status", "--json").stdout)["supervisor_pid"])
+    listening = {
+        (process.name(), connection.laddr.ip, connection.laddr.port)
+        for process in supervisor.children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert len(listening) >= 10
+    assert {(name, ip, port) for name, ip, port in listening if ip not in ("127.0.0.1", "::1")} == set()
 
 
 def test_the_form_refuses_what_the_config_refuses(services: Services, cli: Cli) -> None:

@@ -191,7 +191,7 @@ class Rig:
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": str(REPO),
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--max-restarts", "0"]
+        command = [sys.executable, "-m", "rl360.training.torchrun", "--nnodes", "1", "--max-restarts", "0"]
         command += ["--nproc-per-node", str(self.ranks), "--master-addr", "127.0.0.1"]
         command += ["--master-port", str(self.rendezvous), "-m", "rl360.training.service", "--port", str(self.port)]
         with (self.folder / "trainer.log").open("ab") as log:
