@@ -155,7 +155,7 @@ def serve(argv: list[str], cpu: bool) -> None:
 if __name__ in ("__main__", "__mp_main__"):
     if __name__ == "__main__":
         parse_options(sys.argv[1:])  # refuse bad flags before the slow imports
-    from rl360.loopback import keep_stores_on_their_host
+    from rl360.training.loopback import keep_stores_on_their_host
 
     keep_stores_on_their_host()
     ON_CPU = not has_gpu()

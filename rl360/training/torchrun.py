@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.run import main
 
-from rl360.loopback import keep_stores_on_their_host
+from rl360.training.loopback import keep_stores_on_their_host
 
 if __name__ == "__main__":
     keep_stores_on_their_host()

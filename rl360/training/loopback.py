@@ -1,6 +1,6 @@
 """torch's TCPStore listens on every interface, whatever host it is given, and asks nobody who they are.
 
-`keep_stores_on_their_host` makes the stores of this process listen on their host's address alone: 127.0.0.1 on a laptop.
+`keep_stores_on_their_host` makes this process's stores listen on their host's address alone: 127.0.0.1 on a laptop.
 Call it before anything joins a process group, in each process that may serve a store (torchrun's agent, an engine).
 """
 
@@ -17,7 +17,7 @@ _MAKERS = ("torch.distributed.rendezvous", "torch.distributed.elastic.rendezvous
 _PlainStore = dist.TCPStore
 
 
-class HostStore(_PlainStore):
+class HostStore(_PlainStore):  # type: ignore[valid-type, misc]
     """A TCPStore whose server is bound to `host_name`; a client is the plain one."""
 
     def __init__(
