@@ -5,6 +5,7 @@ This is a step's last task; its manifest is what makes the step count as finishe
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,18 +16,18 @@ from prefect.artifacts import create_markdown_artifact
 from rl360.config.run import RunConfig
 from rl360.errors import ServiceError
 from rl360.ledger.metrics import step_json
-from rl360.ledger.read import trained_before, write_ledger
+from rl360.ledger.read import write_ledger
 from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import Decision
 from rl360.report.figures import run_figures
 from rl360.report.markdown import ARTIFACT_DPI, step_markdown
 from rl360.store.codec import unpack
 from rl360.store.manifest import Manifest, get_object, read_manifest
-from rl360.store.progress import finished_steps
 from tasks.collect import read_records
 from tasks.durable import RULES, Job, Produced, once
 from tasks.roll_out import load_plan, wave_task
 
+_READERS = 8
 _PHASES = ("sample_groups", "roll_out", "collect", "filter_groups", "train", "push_weights", "checkpoint")
 
 
@@ -49,7 +50,6 @@ def _report(job: Job) -> Produced:
         train=orjson.loads(get_object(job.store, trained)),
         push={**pushed.info, "engines": pushed.counts["engines"]},
         phases_s=_phases(job),
-        trained_before=trained_before(job.store, job.run, job.step),
     )
     ref = write_ledger(job.store, ledger)
     summary = step_json(ledger)
@@ -67,8 +67,8 @@ def _report(job: Job) -> Produced:
 
 def _earlier(job: Job) -> list[dict[str, Any]]:
     """The summaries of the run's earlier steps, from the manifests of this task: small, however large the steps."""
-    steps = [step for step in finished_steps(job.store, job.run) if step < job.step]
-    manifests = [read_manifest(job.store, job.run, step, "report") for step in steps]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="summaries") as readers:
+        manifests = readers.map(lambda step: read_manifest(job.store, job.run, step, "report"), range(job.step))
     return [manifest.info for manifest in manifests if manifest is not None]
 
 

@@ -55,7 +55,6 @@ class UpOptions(BaseModel):
     ports: dict[str, int] = Field(default_factory=lambda: dict(DEFAULT_PORTS))
     only: tuple[str, ...] = ()
     seed: int = 0
-    routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,9 +261,7 @@ def _engines(options: UpOptions) -> list[Spec]:
     specs = []
     for index in range(options.engines):
         port = options.ports["engine"] + index
-        engine = EngineOptions(
-            model_dir=options.model_dir, port=port, seed=options.seed + index, routed_experts=options.routed_experts
-        )
+        engine = EngineOptions(model_dir=options.model_dir, port=port, seed=options.seed + index)
         specs.append(
             Spec(
                 name=f"engine-{index}",

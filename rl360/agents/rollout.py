@@ -156,8 +156,9 @@ class RolloutClient:
             "task_id": spec.task_id,
             "sampling": {
                 "temperature": rollout.temperature,
-                "top_p": rollout.top_p,
-                "top_k": rollout.top_k,
+                # what narrows sampling is in no log-prob: importance weights would be wrong without a trace
+                "top_p": 1.0,
+                "top_k": -1,
                 "max_new_tokens": rollout.max_new_tokens,
             },
             "max_seq_len": rollout.max_seq_len,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
+from rl360.report.numbers import DASH, fixed, percent
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from rl360.ledger.checks import Check
 
 Step = Mapping[str, Any]
-DASH = "-"
 _STYLE: dict[str, Any] = {"title_justify": "left", "header_style": "bold", "box": None, "padding": (0, 0, 0, 1)}
 
 
@@ -111,10 +112,10 @@ def _attempt_table(run: str, steps: Sequence[Step]) -> Table:
             *(_count(counts.get(name, 0)) for name in names),
             _count(sum(count for name, count in counts.items() if name not in names)),
             f"{groups['trained']}/{groups['all_pass']}/{groups['all_fail']}",
-            number(reward["unfiltered_mean_valid"], 3),
-            number(reward["kept_mean"], 3),
+            fixed(reward["unfiltered_mean_valid"], 3),
+            fixed(reward["kept_mean"], 3),
             percent(reward["infra_rate"]),
-            number(step["loss"], 4),
+            fixed(step["loss"], 4),
         )
     return table
 
@@ -168,13 +169,3 @@ def _present(counts: Sequence[Mapping[str, int]], always: list[str]) -> list[str
 
 def _count(value: int) -> str:
     return f"{value:,}" if value else DASH
-
-
-def number(value: float | None, digits: int) -> str:
-    """A figure for a table; a dash where there is none."""
-    return DASH if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share for a table; a dash where there is none."""
-    return DASH if value is None else f"{100 * value:.1f}%"

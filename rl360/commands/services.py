@@ -62,7 +62,6 @@ def up(
     only: Annotated[str, typer.Option(help="Start only these services, joined by commas.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait until everything is ready.")] = 420.0,
     seed: Annotated[int, typer.Option(help="Seed of the engines' samplers.")] = 0,
-    routed_experts: Annotated[bool, typer.Option(help="Engines return the experts of each token (MoE).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print services.json when ready.")] = False,
 ) -> None:
     """Start the services and wait until they are ready. Starting twice is fine.
@@ -82,7 +81,6 @@ def up(
         ports=port_table(port_base, _port_choices(ports or [])),
         only=tuple(part for part in only.split(",") if part),
         seed=seed,
-        routed_experts=routed_experts,
     )
     state = bring_up(options, timeout)
     if as_json:

@@ -50,9 +50,7 @@ class RolloutConfig(_Section):
     max_turns: int = Field(6, ge=1, le=1000, description="assistant turns per attempt")
     max_new_tokens: int = Field(48, ge=1, description="sampled tokens per turn")
     max_seq_len: int = Field(384, ge=16, description="tokens per attempt, prompt included")
-    temperature: float = Field(1.0, gt=0, le=2.0)
-    top_p: float = Field(1.0, gt=0, le=1.0)
-    top_k: int = Field(-1, ge=-1, description="-1: off")
+    temperature: float = Field(1.0, gt=0, le=2.0, description="the whole vocabulary is sampled: no top-p, no top-k")
     infra_retries: int = Field(
         1, ge=0, le=10, description="new tries of an attempt that infrastructure lost", json_schema_extra=OPERATIONAL
     )

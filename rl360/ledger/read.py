@@ -10,7 +10,7 @@ from typing import Any
 
 from rl360.config.freeze import load_target
 from rl360.errors import BadInput, CorruptObject
-from rl360.ledger.step import StepLedger, trained_ids_of
+from rl360.ledger.step import StepLedger
 from rl360.store.codec import pack, unpack
 from rl360.store.layout import RUN_PATTERN, check_run, run_config_key, step_key
 from rl360.store.manifest import ObjectRef, put_object, read_manifest
@@ -58,16 +58,6 @@ def ledger_steps(store: ObjectStore, run: str) -> list[int]:
     with ThreadPoolExecutor(_READERS, thread_name_prefix="ledgers") as readers:
         present = list(readers.map(lambda name: store.exists(step_key(run, int(name), LEDGER_NAME)), folders))
     return [int(name) for name, there in zip(folders, present, strict=True) if there]
-
-
-def trained_before(store: ObjectStore, run: str, step: int) -> frozenset[str]:
-    """The attempt ids that the steps of the run before `step` trained. Reads one ledger at a time, ids only."""
-    ids: set[str] = set()
-    for earlier in ledger_steps(store, run):
-        if earlier < step:
-            key = step_key(run, earlier, LEDGER_NAME)
-            ids.update(trained_ids_of(unpack(store.get_required(key), key), key))
-    return frozenset(ids)
 
 
 def run_names(store: ObjectStore) -> list[str]:

@@ -166,16 +166,6 @@ class StepLedger:
             raise CorruptObject(key, f"is not a ledger ({type(error).__name__}: {error})") from None
 
 
-def trained_ids_of(wire: Any, key: str) -> list[str]:
-    """The trained attempt ids of a stored ledger, without building its rows (an eighth of the time)."""
-    if not isinstance(wire, dict) or wire.get("schema_version") != LEDGER_SCHEMA:
-        raise CorruptObject(key, f"is not a ledger of schema {LEDGER_SCHEMA}")
-    try:
-        return [row["attempt_id"] for row in wire["attempts"] if row["bucket"] == Bucket.TRAINED.value]
-    except (KeyError, TypeError) as error:
-        raise CorruptObject(key, f"is not a ledger ({type(error).__name__}: {error})") from None
-
-
 def build_step_ledger(
     *,
     run: str,

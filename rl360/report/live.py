@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rl360.report.numbers import fixed, percent
+
 COLUMNS = (
     ("step", 5),
     ("reward", 7),
@@ -78,14 +80,14 @@ def step_line(step: Mapping[str, Any]) -> Text:
     trained = step["tokens"].get("trained", 0)
     cells = {
         "step": (str(step["step"]), "bold"),
-        "reward": (_fixed(reward["unfiltered_mean_valid"], 3), "green"),
-        "kept": (_fixed(reward["kept_mean"], 3), ""),
-        "infra": (_percent(reward["infra_rate"]), "red" if reward["infra_rate"] else "dim"),
+        "reward": (fixed(reward["unfiltered_mean_valid"], 3), "green"),
+        "kept": (fixed(reward["kept_mean"], 3), ""),
+        "infra": (percent(reward["infra_rate"]), "red" if reward["infra_rate"] else "dim"),
         "attempts": (f"{step['attempts']:,}", ""),
         "groups": (f"{groups['trained']}/{groups['all_pass']}/{groups['all_fail']}", ""),
         "tokens": (f"{sampled:,}", ""),
-        "trained": (_percent(trained / sampled if sampled else None), ""),
-        "loss": (_fixed(step["loss"], 4), ""),
+        "trained": (percent(trained / sampled if sampled else None), ""),
+        "loss": (fixed(step["loss"], 4), ""),
         "push": ("-" if push is None else f"{push['path']} {push['paused_s']:.2f}s"[:16], "dim"),
         "seconds": (f"{sum(step['phases_s'].values()):.1f}", ""),
     }
@@ -94,11 +96,3 @@ def step_line(step: Mapping[str, Any]) -> Text:
         text, style = cells[name]
         line.append(("  " if index else "") + text.rjust(width), style=style)
     return line
-
-
-def _fixed(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}%"

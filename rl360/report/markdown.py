@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl360.ledger import metrics
-from rl360.report.page import fixed, percent
+from rl360.report.numbers import fixed, percent
 
 if TYPE_CHECKING:
     from rl360.ledger.step import StepLedger

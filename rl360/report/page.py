@@ -19,12 +19,12 @@ from rl360.errors import BadInput
 from rl360.ledger import metrics
 from rl360.ledger.checks import Check, audit_run
 from rl360.report.figures import ROLLING_STEPS, run_figures
+from rl360.report.numbers import DASH, fixed, percent
 
 if TYPE_CHECKING:
     from rl360.ledger.step import StepLedger
 
 Step = Mapping[str, Any]
-DASH = "–"
 CAPTIONS = {
     "reward": "Green counts every attempt a verifier judged; orange only those that trained, which is not the pass "
     "rate: groups that agree are left out of it. Attempts lost to infrastructure have no reward and are in neither.",
@@ -173,16 +173,6 @@ def check_summary(checked: Sequence[tuple[int, Check]]) -> dict[str, Any]:
     """How many of the ledgers' sums hold, and the lines of those that do not."""
     broken = [f"step {step}: {check.name}: {check.line()}" for step, check in checked if not check.holds]
     return {"total": len(checked), "broken": broken}
-
-
-def fixed(value: float | None, digits: int) -> str:
-    """A figure with fixed digits; a dash where there is none."""
-    return DASH if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share; a dash where there is none."""
-    return DASH if value is None else f"{100 * value:.1f}%"
 
 
 def duration(seconds: float) -> str:

@@ -131,7 +131,6 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             value = value[name]
         other = {
             "clip_low": 0.1,
-            "top_p": 0.5,
             "estimator": None,
             "reduction": None,
             "transport": None,
@@ -168,7 +167,7 @@ def _another(value: Any) -> Any:
             "seed": st.integers(0, 2**31 - 1),
             "steps": st.integers(1, 10**6),
             "rollout": st.fixed_dictionaries(
-                {}, optional={"temperature": st.floats(0.01, 2), "top_k": st.integers(-1, 99)}
+                {}, optional={"temperature": st.floats(0.01, 2), "max_turns": st.integers(1, 99)}
             ),
             "objective": st.fixed_dictionaries({}, optional={"tis_cap": st.none() | st.floats(0.1, 10)}),
         },

@@ -61,7 +61,7 @@ def test_a_run_of_empty_and_lost_steps_still_renders(tmp_path: Path) -> None:
     paths = render_run([empty, lost], tmp_path)
     assert "2 of them without an optimizer step" in paths.html.read_text()
     row = step_row(step_json(lost))
-    assert (row["reward"], row["loss"], row["trained"], row["push"]) == ("–", "–", "–", "–")
+    assert (row["reward"], row["loss"], row["trained"], row["push"]) == ("-", "-", "-", "-")
     assert "Nothing to train" in step_markdown(lost, {}) and "No push." in step_markdown(lost, {})
 
 
