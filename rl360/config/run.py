@@ -18,7 +18,8 @@ OPERATIONAL: dict[str, Any] = {"operational": True}
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # JSON has no infinity: frozen as null it would come back as another value, or as none that is allowed
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PolicyConfig(_Section):

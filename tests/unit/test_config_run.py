@@ -87,6 +87,17 @@ def test_what_is_no_config_at_all_is_one_line(data: bytes | str) -> None:
     assert str(error.value).startswith("x: ") and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("path", list(leaves()), ids=".".join)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), "Infinity", "NaN", "1e999"], ids=repr)
+def test_no_field_takes_what_config_json_cannot_hold(path: tuple[str, ...], value: float | str) -> None:
+    try:
+        config = RunConfig.parse(nested(path, value))
+    except BadInput:
+        return
+    assert RunConfig.parse(config.to_json()) == config
+    assert isinstance(value, str)  # a name may be any text
+
+
 def test_a_client_that_gives_up_before_its_attempt_ends_is_refused_with_the_sum() -> None:
     parts = DeadlinesConfig()
     total = parts.queue_s + parts.setup_s + parts.agent_s + parts.verifier_s + parts.collect_s + parts.slack_s
