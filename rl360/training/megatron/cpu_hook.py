@@ -14,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,6 +146,14 @@ def _patch_loaded_modules() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
+# what megatron says at every import on a machine without a GPU: true, known, and of no use to the person at the terminal
+_EXPECTED_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+)
+
+
 def install() -> bool:
     """Make megatron.core importable on a CPU. True when the CPU rewrite is in force, False when CUDA is there."""
     if torch.cuda.is_available():
@@ -153,6 +162,8 @@ def install() -> bool:
         return True
     if "megatron.core" in sys.modules:
         raise BadInput("megatron.core was imported before rl360.training.megatron.cpu_hook.install(): call it first")
+    for said in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=said)
     sys.meta_path.insert(0, _Finder())
     _patch_loaded_modules()
     return True
