@@ -146,7 +146,7 @@ def _patch_loaded_modules() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
-# what megatron says at every import on a machine without a GPU: true, known, and of no use to the person at the terminal
+# what megatron says at every import without a GPU: true, known, and of no use to the person at the terminal
 _EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
