@@ -205,7 +205,8 @@ class Supervisor:
         row = self.state.services[spec.name]
         if process.poll() is None or spec.sweep:
             await asyncio.to_thread(cleanup.end_incarnation, row, whole=spec.sweep)
-        process.wait()
+        # in a thread: one process that cannot be killed must not stop the watch over the others
+        await asyncio.to_thread(process.wait)
 
     async def weigh(self) -> None:
         """Keep the memory column fresh."""
