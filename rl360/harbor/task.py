@@ -34,12 +34,23 @@ RESERVED = (
     "/solution",
 )
 MAX_TEXT_BYTES = 1 << 20
+PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "solution")
 
 
 class _Table(BaseModel):
     """A table of task.toml: unknown keys are refused, so that a typo cannot silently change a task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("env", check_fields=False)
+    @classmethod
+    def _settable(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            if not name or "=" in name or "\0" in name + text:
+                raise ValueError(
+                    f"cannot set {name!r}: a name is not empty and has no '=', and neither part a NUL byte"
+                )
+        return value
 
 
 class TaskTable(_Table):
@@ -137,6 +148,9 @@ def load_task(directory: Path | str) -> Task:
     for name in ("task.toml", "instruction.md", "tests/test.sh"):
         if not (path / name).is_file():
             raise BadInput(f"{path}: no {name}; a Harbor task needs task.toml, instruction.md and tests/test.sh")
+    for name in PARTS:
+        if (path / name).is_symlink():
+            raise BadInput(f"{path / name}: a link, and what it points to may lie outside the task; put a copy there")
     config = _config(path / "task.toml")
     instruction = _text(path / "instruction.md").strip()
     if not instruction:

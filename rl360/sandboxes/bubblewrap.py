@@ -148,18 +148,27 @@ class BubblewrapProvider:
         argv += ["--remount-ro", "/", "--chdir", spec.workdir, "--die-with-parent", "--as-pid-1"]
         argv += ["--info-fd", str(info_fd)]
         if not self.as_root:
-            return [*argv, "sh"]
+            return [*argv, *_with_variables(spec.env)]
         for cap in DROP_CAPS:
             argv += ["--cap-add", cap]
         ids = ["--reuid", str(self.uid), "--regid", str(self.uid), "--clear-groups"]
-        return [*argv, "setpriv", *ids, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "sh"]
+        return [
+            *argv,
+            "setpriv",
+            *ids,
+            "--bounding-set=-all",
+            "--inh-caps=-all",
+            "--no-new-privs",
+            *_with_variables(spec.env),
+        ]
 
     def _environment(self, spec: SandboxSpec) -> dict[str, str]:
+        """What bwrap itself runs with, as a host process: nothing of the task's, see `_with_variables`."""
         path = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
         if self._python is not None:
             path = f"/opt/python/bin:{path}"
         marker = {ENV_NAME: str(spec.workspace.path)}
-        return {"PATH": path, "HOME": "/home/agent", "LANG": "C.UTF-8", "TERM": "dumb", **spec.env, **marker}
+        return {"PATH": path, "HOME": "/home/agent", "LANG": "C.UTF-8", "TERM": "dumb", **marker}
 
     def _first_line(self, spec: SandboxSpec) -> str:
         """What PID 1 does first: rlimits (those a cgroup does not give), then says that it is ready."""
@@ -200,6 +209,13 @@ class BubblewrapProvider:
         for path in (self.root / "shared").glob(".*"):
             await asyncio.to_thread(remove_tree, path)
         return found
+
+
+def _with_variables(variables: Mapping[str, str]) -> list[str]:
+    """The command of PID 1, under the task's variables. Set last, inside and without privileges: in bwrap's own
+    environment LD_PRELOAD or PATH of a task would run code of the task on the host."""
+    given = [f"{name}={value}" for name, value in variables.items() if name != ENV_NAME]
+    return ["env", "--", *given, "sh"] if given else ["sh"]
 
 
 def _reap_one(path: Path) -> str:

@@ -55,13 +55,15 @@ needs_cgroups = pytest.mark.skipif(
 )
 
 
-def in_sandbox(tmp_path: Path, body: Callable[..., Awaitable[Any]], **limits: Any) -> Any:
+def in_sandbox(
+    tmp_path: Path, body: Callable[..., Awaitable[Any]], env: dict[str, str] | None = None, **limits: Any
+) -> Any:
     """Run `body(sandbox)` in a fresh sandbox and check that nothing of it is left."""
 
     async def go() -> Any:
         provider = BubblewrapProvider(tmp_path / "sandboxes")
         workspace = await provider.new_workspace("one", None)
-        spec = SandboxSpec("one", {"run": "r"}, SandboxLimits(**limits), workspace)
+        spec = SandboxSpec("one", {"run": "r"}, SandboxLimits(**limits), workspace, env=env or {})
         sandbox = await provider.create(spec)
         try:
             return await body(sandbox)
@@ -140,6 +142,25 @@ def test_environment_carries_nothing_of_the_server(tmp_path: Path, monkeypatch: 
     )
     assert "SECRET_OF_THE_SERVER" not in text and "RL360" not in text
     assert text.count("pipe:") == 2 and "socket:" not in text
+
+
+def test_variables_of_a_task_reach_its_commands_and_no_process_of_the_host(tmp_path: Path) -> None:
+    """A task that names LD_PRELOAD, or a PATH with an `sh` of its own, would else run code outside as the server."""
+    proof = tmp_path / "ran-on-the-host"
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    for name in ("sh", "bwrap", "setpriv", "env"):
+        (trap / name).write_text(f"#!/bin/sh\ntouch {proof}\n")
+        (trap / name).chmod(0o755)
+    hostile = {"PATH": f"{trap}:/usr/bin:/bin", "LD_PRELOAD": "/nowhere.so", "-u": "x", "RL360_SANDBOX": "/elsewhere"}
+
+    async def body(sandbox: Any) -> str:
+        assert len(await asyncio.to_thread(_marked_pids, sandbox.spec.workspace.path)) >= 1  # the marker is ours
+        return (await sandbox.exec("cat /proc/1/environ | tr '\\0' '\\n'", 10)).output.decode()
+
+    text = in_sandbox(tmp_path, body, env=hostile)
+    assert f"PATH={trap}:/usr/bin:/bin\n" in text and "-u=x\n" in text
+    assert not proof.exists()
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------

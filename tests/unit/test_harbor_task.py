@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl360.errors import BadInput
-from rl360.harbor.task import load_task, tree_digest
+from rl360.harbor.task import PARTS, load_task, tree_digest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXERCISM = REPOSITORY.parent / "shared" / "tasks" / "exercism-python"
@@ -49,6 +49,8 @@ def test_missing_part(tmp_path: Path, name: str) -> None:
         ('schema_version = "9"\n', "schema_version = '9'"),
         ('[environment]\nnetwork_mode = "lan"\n', "environment.network_mode = 'lan'"),
         ('[environment]\nworkdir = "app"\n', "environment.workdir = 'app'"),
+        ('[environment]\nenv = { "A=B" = "c" }\n', "cannot set 'A=B'"),
+        ('[verifier]\nenv = { A = "\\u0000" }\n', "NUL byte"),
         ('[environment]\nworkdir = "/usr/x"\n', "system folder"),
         ('[environment]\nworkdir = "/a/../etc"\n', "normalised"),
         ("[environment]\nmemory_mb = nan\n", "environment.memory_mb = nan"),
@@ -61,6 +63,20 @@ def test_bad_values(tmp_path: Path, toml: str, words: str) -> None:
         load_task(path)
     message = str(caught.value)
     assert words in message and str(path / "task.toml") in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_is_a_link_is_refused(tmp_path: Path, name: str) -> None:
+    """It would bring a file of this machine, a key say, into the prompt or the agent's folder."""
+    path = make_task(tmp_path / "t")
+    part, outside = path / name, tmp_path / "outside"
+    if part.exists():  # all but solution
+        part.rename(outside)
+    else:
+        outside.mkdir()
+    part.symlink_to(outside)
+    with pytest.raises(BadInput, match=f"{name}: a link"):
+        load_task(path)
 
 
 def test_empty_instruction_and_binary_text(tmp_path: Path) -> None:
