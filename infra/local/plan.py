@@ -6,6 +6,7 @@ which every user of the machine can read.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
@@ -203,11 +204,18 @@ def _s3(options: UpOptions, secrets: Secrets) -> Spec:
         "-webdav=false",
         "-admin.ui=false",
         "-master.telemetry=false",
+        "-disableHttp=true",  # of filer and master: they would serve and delete objects without asking for the keys
     )
+    signing = hashlib.sha256(f"volume {secrets.s3_secret_key}".encode()).hexdigest()  # the volume's HTTP needs it
     return Spec(
         name="s3",
         argv=argv,
-        env={"AWS_ACCESS_KEY_ID": secrets.s3_access_key, "AWS_SECRET_ACCESS_KEY": secrets.s3_secret_key},
+        env={
+            "AWS_ACCESS_KEY_ID": secrets.s3_access_key,
+            "AWS_SECRET_ACCESS_KEY": secrets.s3_secret_key,
+            "WEED_JWT_SIGNING_KEY": signing,
+            "WEED_JWT_SIGNING_READ_KEY": signing,
+        },
         port=port,
         ports=(*range(port, port + len(names)), admin_grpc),
         probe=Probe("s3", f"http://{LOOPBACK}:{port}"),
@@ -221,6 +229,11 @@ def _prefect(options: UpOptions) -> Spec:
     return Spec(
         name="prefect",
         argv=(_program("prefect"), "server", "start", *_http(port)),
+        # by default every web page that a browser on this machine shows could start flow runs and read all of them
+        env={
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{LOOPBACK}:{port},http://localhost:{port}",
+            "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+        },
         port=port,
         ports=(port,),
         probe=Probe("http", f"http://{LOOPBACK}:{port}/api/health"),

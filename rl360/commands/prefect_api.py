@@ -5,6 +5,7 @@ rl360 never imports prefect (flows and tasks do): triggering and watching a flow
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ class PrefectApi:
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
             response = self._http.request(method, path, json=body)
+            if response.status_code == 403 and "CSRF" in response.text and self._fetch_csrf_token():
+                response = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise ServiceError(
                 f"Prefect at {self._http.base_url} did not answer {method} {path} ({type(error).__name__}); "
@@ -77,6 +80,15 @@ class PrefectApi:
         if response.status_code >= 300:
             raise ServiceError(f"Prefect answered {response.status_code} to {method} {path}: {response.text[:300]}")
         return response.json() if response.content else None
+
+    def _fetch_csrf_token(self) -> bool:
+        """What a server with protection against foreign web pages wants beside each change; it lasts an hour."""
+        client = uuid.uuid4().hex
+        response = self._http.get("/csrf-token", params={"client": client})
+        if response.status_code != 200:
+            return False
+        self._http.headers.update({"Prefect-Csrf-Token": response.json()["token"], "Prefect-Csrf-Client": client})
+        return True
 
 
 def _flow_run(item: dict[str, Any]) -> FlowRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,9 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from infra.local import proc
+from rl360.config.services import load_services
+from rl360.store.object_store import ObjectStore
 
 pytestmark = pytest.mark.chaos
 PORT_BASE = 21_300
@@ -78,6 +82,18 @@ def test_up_twice_is_fine_and_secrets_stay_secret(running: Path) -> None:
     assert shown
     for value in secrets.values():
         assert value.encode() not in shown
+
+
+def test_only_the_s3_port_serves_objects_and_it_asks_for_the_keys(running: Path) -> None:
+    """The store's filer, volume and master listen too: none may hand out or delete objects without the keys."""
+    store = ObjectStore.from_services(load_services(running))
+    store.put("private/object", b"x" * 100)
+    first = status(running)["services"]["s3"]["port"]
+    for port in range(first, first + 10):
+        for path in ("/buckets/rl360/private/object", "/rl360/private/object", "/dir/assign", "/1,01"):
+            with contextlib.suppress(httpx.HTTPError):  # a gRPC port
+                assert httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5).status_code >= 400, (port, path)
+    assert store.get("private/object") == b"x" * 100
 
 
 def _marker(home: Path) -> str:

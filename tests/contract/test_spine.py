@@ -88,6 +88,14 @@ def test_engines_end_on_the_trained_version(services: Services, store: ObjectSto
         assert info["weight_version"] == record["version"]
 
 
+def change(services: Services, path: str, body: dict[str, object]) -> httpx.Response:
+    """A POST to Prefect as its own pages send it."""
+    api = services.prefect_api_url
+    token = httpx.get(f"{api}/csrf-token?client=test", timeout=20).json()["token"]
+    headers = {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": "test"}
+    return httpx.post(f"{api}/{path}", json=body, headers=headers, timeout=20)
+
+
 def test_each_step_left_an_artifact_and_a_flow(services: Services, run: str) -> None:
     for step in range(STEPS):
         key = f"{run}-step-{step:06}"
@@ -96,7 +104,7 @@ def test_each_step_left_an_artifact_and_a_flow(services: Services, run: str) -> 
         for part in ("## Reward", "## Attempts", "## Sampled tokens", "## Phases", "data:image/png;base64,"):
             assert part in text, f"artifact of step {step} lacks {part}"
     body = {"flow_runs": {"name": {"any_": [f"{run} step {step}" for step in range(STEPS)]}}}
-    flows = httpx.post(f"{services.prefect_api_url}/flow_runs/filter", json=body, timeout=20).json()
+    flows = change(services, "flow_runs/filter", body).json()
     assert {flow["state_type"] for flow in flows} == {"COMPLETED"}
     assert len(flows) == STEPS
 
@@ -138,6 +146,15 @@ def test_everything_listens_on_loopback_only(cli: Cli) -> None:
     assert {(name, ip, port) for name, ip, port in listening if ip not in ("127.0.0.1", "::1")} == set()
 
 
+def test_prefect_serves_no_web_page_of_another_origin(services: Services) -> None:
+    """A page may send a text/plain POST anywhere without asking; it must change nothing, and read nothing."""
+    asked = {"Origin": "https://elsewhere.example", "Content-Type": "text/plain"}
+    answer = httpx.post(f"{services.prefect_api_url}/flow_runs/filter", content=b"{}", headers=asked, timeout=20)
+    assert answer.status_code == 403, answer.text
+    token = httpx.get(f"{services.prefect_api_url}/csrf-token?client=x", headers=asked, timeout=20)
+    assert "access-control-allow-origin" not in token.headers
+
+
 def test_the_form_refuses_what_the_config_refuses(services: Services, cli: Cli) -> None:
     api = services.prefect_api_url
     deployment = httpx.get(f"{api}/deployments/name/rl_run/local", timeout=20).json()
@@ -145,7 +162,7 @@ def test_the_form_refuses_what_the_config_refuses(services: Services, cli: Cli) 
     assert [schedule["active"] for schedule in deployment["schedules"]] == [False]
     for config in ({"run": "demo", "seeed": 1}, {"run": "demo", "rollout": {"wave_size": 0}}):
         body = {"parameters": {"config": config}}
-        answer = httpx.post(f"{api}/deployments/{deployment['id']}/create_flow_run", json=body, timeout=20)
+        answer = change(services, f"deployments/{deployment['id']}/create_flow_run", body)
         assert answer.status_code == 409, answer.text
     refused = cli("run", "start", "--name", "bad", "-s", "seeed=1")
     assert refused.returncode == 2

@@ -115,6 +115,16 @@ def test_cancelling_is_asked_for_not_forced() -> None:
     assert body == {"state": {"type": "CANCELLING", "name": "Cancelling", "message": "why"}}
 
 
+def test_a_server_that_wants_a_csrf_token_gets_one_and_only_then() -> None:
+    missing = (403, {"detail": "Missing CSRF token."})
+    with prefect(missing, (200, {"token": "t1"}), (200, {})) as (url, asked):
+        PrefectApi(url, url).cancel("1", "why")
+    change = "/flow_runs/1/set_state"
+    assert [path.partition("?")[0] for path, _ in asked] == [change, "/csrf-token", change]
+    with prefect(missing, (422, {})) as (url, _), pytest.raises(ServiceError, match="answered 403"):
+        PrefectApi(url, url).cancel("1", "why")
+
+
 def test_a_run_at_work_is_refused_or_joined_never_started_twice(tmp_path: Path) -> None:
     at_work = (200, [flow_run("RUNNING", parameters={"config": {"run": "demo"}})])
     with prefect(at_work, (200, flow_run("COMPLETED"))) as (url, asked):

@@ -49,6 +49,13 @@ def test_secrets_are_never_arguments_and_reach_only_the_store() -> None:
         assert "secret-key" not in repr(spec)
 
 
+def test_a_web_page_of_another_origin_is_no_client_of_prefect() -> None:
+    prefect = next(spec for spec in specs_of() if spec.name == "prefect")
+    origins = prefect.env["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
+    assert origins == "http://127.0.0.1:14200,http://localhost:14200"
+    assert prefect.env["PREFECT_SERVER_CSRF_PROTECTION_ENABLED"] == "true"  # a text/plain POST needs no preflight
+
+
 def test_every_service_is_marked_on_loopback_and_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of the person")
     monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere/api")
