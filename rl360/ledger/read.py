@@ -13,8 +13,9 @@ from rl360.errors import BadInput, CorruptObject
 from rl360.ledger.step import StepLedger
 from rl360.store.codec import pack, unpack
 from rl360.store.layout import RUN_PATTERN, check_run, run_config_key, step_key
-from rl360.store.manifest import ObjectRef, put_object, read_manifest
+from rl360.store.manifest import ObjectRef, checked, put_object, read_manifest
 from rl360.store.object_store import ObjectStore
+from rl360.store.progress import LAST_TASK
 
 LEDGER_NAME = "ledger.msgpack"
 FIRST_TASK = "sample_groups"
@@ -27,7 +28,7 @@ def write_ledger(store: ObjectStore, ledger: StepLedger) -> ObjectRef:
 
 
 def read_step(store: ObjectStore, run: str, step: int) -> StepLedger:
-    """The ledger of one step; `BadInput` when that step has none."""
+    """The ledger of one step; `BadInput` when that step has none, `CorruptObject` when it is not what was committed."""
     key = step_key(run, step, LEDGER_NAME)
     try:
         data = store.get(key)
@@ -35,6 +36,10 @@ def read_step(store: ObjectStore, run: str, step: int) -> StepLedger:
         steps = ledger_steps(store, run)
         known = f"steps {steps[0]} to {steps[-1]} have one" if steps else "no step of it has one yet"
         raise BadInput(f"run {run} has no ledger for step {step}; {known}") from None
+    closed = read_manifest(store, run, step, LAST_TASK)
+    for ref in closed.objects if closed is not None else ():
+        if ref.key == key:
+            checked(data, ref)
     return _decode(data, key, run, step)
 
 

@@ -59,7 +59,11 @@ def put_object(store: ObjectStore, key: str, data: bytes) -> ObjectRef:
 
 def get_object(store: ObjectStore, ref: ObjectRef) -> bytes:
     """Read a payload and check it against its reference (`CorruptObject` when it differs)."""
-    data = store.get_required(ref.key)
+    return checked(store.get_required(ref.key), ref)
+
+
+def checked(data: bytes, ref: ObjectRef) -> bytes:
+    """`data`, which is what the reference says (else `CorruptObject`)."""
     if len(data) != ref.size_bytes or sha256_hex(data) != ref.sha256:
         raise CorruptObject(
             ref.key,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from rl360.commands.ledger import ledger_tables, print_checks
+from rl360.errors import CorruptObject
 from rl360.ledger.checks import Check, audit_run
 from rl360.ledger.metrics import step_json
+from rl360.ledger.read import read_step, write_ledger
 from rl360.ledger.step import StepLedger
+from rl360.store.manifest import Manifest, commit_manifest
 from tests.unit.ledger_data import made_up_run
+from tests.unit.memory_store import MemoryStore
 
 LEDGERS = made_up_run(3, groups=12, size=8)
 
@@ -39,6 +44,18 @@ def test_checks_are_one_line_for_a_run_and_one_each_for_a_step() -> None:
     assert out.getvalue().strip() == "27 of 27 sums hold over 3 steps"
     print_checks(console, {1: check_run(LEDGERS)[1]}, in_full=True)
     assert out.getvalue().count("holds ") == 9
+
+
+def test_a_ledger_that_is_not_what_its_step_committed_is_refused() -> None:
+    store, book = MemoryStore(), LEDGERS[0]
+    ref = write_ledger(store, book)
+    assert step_json(read_step(store, book.run, 0)) == step_json(book)  # not committed yet: nothing to compare
+    commit_manifest(store, Manifest(run=book.run, step=0, task="report", objects=[ref]))
+    assert step_json(read_step(store, book.run, 0)) == step_json(book)
+    data = store.get(ref.key)
+    store.put(ref.key, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CorruptObject, match="is not what its manifest committed"):
+        read_step(store, book.run, 0)
 
 
 def test_a_sample_trained_in_two_steps_is_seen() -> None:
