@@ -76,9 +76,12 @@ def start(options: UpOptions, say: Say) -> SupervisorState:
         swept = cleanup.sweep(home, old)
         if swept:
             say(f"the supervisor of the last `rl360 up` (pid {old.pid}) is gone; ended {swept} processes it left")
-    for name in FOLDERS:
-        (home / name).mkdir(parents=True, exist_ok=True)
-    values = make_secrets(home)
+    try:
+        for name in FOLDERS:
+            (home / name).mkdir(parents=True, exist_ok=True)
+        values = make_secrets(home)
+    except OSError as error:
+        raise Rl360Error(f"cannot write {home} ({error.strerror}); give another folder with RL360_HOME") from None
     instance = uuid.uuid4().hex
     specs = build_specs(options, values, instance)
     checks.check_all(specs, options)

@@ -95,7 +95,7 @@ def read_state(home: Path) -> SupervisorState | None:
     path = home / STATE_FILE
     try:
         return SupervisorState.model_validate(json.loads(path.read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (json.JSONDecodeError, ValidationError):
         raise Rl360Error(

@@ -158,10 +158,12 @@ def export(
 
     import httpx
 
+    from rl360.store.layout import check_run
     from rl360.training.client import TrainerClient
 
     if dtype not in ("bfloat16", "float32"):
         raise BadInput(f"dtype {dtype!r} is not one of bfloat16, float32")
+    check_run(run)
     services = load_services()
     place = target if target.startswith("s3://") else str(Path(target).absolute())
 

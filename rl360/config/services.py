@@ -81,6 +81,8 @@ def load_services(home: Path | None = None) -> Services:
         return Services.model_validate(orjson.loads(path.read_bytes()))
     except FileNotFoundError:
         raise Rl360Error(f"no services known at {path}; run `rl360 up` first, or set RL360_HOME") from None
+    except OSError as error:
+        raise Rl360Error(f"cannot read {path} ({error.strerror}); set RL360_HOME to a folder of yours") from None
     except orjson.JSONDecodeError as error:
         raise BadInput(f"{path}: not a services file ({error})") from None
     except ValidationError as error:

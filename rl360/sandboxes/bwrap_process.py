@@ -14,6 +14,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,10 +29,11 @@ PIPE_BYTES = 65_536
 MAX_LINE_BYTES = 60_000  # one write must fit the empty command pipe
 MAX_UPLOAD_BYTES = 64 << 20
 FLOOD_BYTES = 16 << 20  # a command that prints more is ended: reading it would cost the host
+MAX_EARLY = 4
 STALE_READS = 32  # a background flood is not read to its end here: it becomes the next command's
 KILL_GRACE_S = 3.0
 NS_GET_USERNS = 0xB701
-TIMED_OUT, FLOODED, KILLED = 124, 137, 137
+TIMED_OUT, KILLED = 124, 137
 
 
 class _Flood(Exception):
@@ -56,6 +58,7 @@ class BwrapSandbox:
         self._waiting: asyncio.Future[str] | None = None
         self._expects = "ready"
         self._answer_buffer = b""
+        self._early: list[str] = []
         self._words = ""
         self._collected = bytearray()
         self._seen_bytes = 0
@@ -79,6 +82,8 @@ class BwrapSandbox:
             line = raw.decode("utf-8", "replace")
             if self._waiting is not None and not self._waiting.done() and line.startswith(self._expects):
                 self._waiting.set_result(line)
+            elif line.startswith(f"{self._number} ") and len(self._early) < MAX_EARLY:
+                self._early.append(line)  # the answer came before somebody waited for it
             else:
                 self._words = f"{self._words} {line}"[-1000:]
 
@@ -115,6 +120,10 @@ class BwrapSandbox:
 
     async def _answer(self, expects: str, timeout_s: float) -> str:
         self._expects = expects
+        for line in self._early:
+            if line.startswith(expects):
+                self._early.remove(line)
+                return line
         self._waiting = self._loop.create_future()
         try:
             if self._process.poll() is not None:
@@ -131,6 +140,7 @@ class BwrapSandbox:
         if self._proof is not None:
             raise Rl360Error(f"sandbox {self.spec.name} is stopped")
         self._number += 1
+        self._early.clear()
         tag = f"{self._number} "
         line = f'{shell}; echo "{tag}$?" >&2\n'.encode()
         if len(line) > MAX_LINE_BYTES:
@@ -180,7 +190,12 @@ class BwrapSandbox:
                 raise self._gone() from None
 
     async def _end_command(self, tag: str) -> str:
-        """SIGKILL everything in the sandbox but PID 1, in one system call that a fork bomb cannot outrun."""
+        """SIGKILL everything in the sandbox but PID 1, in one system call that a fork bomb cannot outrun.
+
+        What was printed meanwhile is read and dropped until PID 1 says that the command ended, so that none of it is
+        taken for the next command's.
+        """
+        self._flood_bytes = sys.maxsize
         ended = asyncio.ensure_future(self._answer(tag, KILL_GRACE_S))
         await asyncio.sleep(0)  # listen before killing: the answer may come at once
         try:
@@ -189,8 +204,6 @@ class BwrapSandbox:
         except TimeoutError:
             message = f"sandbox {self.spec.name}: no answer after its command was killed"
             raise SandboxGone(message, by_contents=True) from None
-        except _Flood:
-            return f"{tag}{FLOODED}"
         finally:
             ended.cancel()
 
@@ -213,7 +226,9 @@ class BwrapSandbox:
         if "\x00" in command or not _encodable(command):
             return _refused("command holds a NUL byte or is not UTF-8")
         cap = self.spec.limits.output_bytes if cap_bytes is None else cap_bytes
-        return await self._run(f"bash -c {shlex.quote(command)} </dev/null 2>&1", timeout_s, cap, FLOOD_BYTES)
+        # in a subshell: PID 1 says "Killed" of its own child on its own stderr, which would be redirected too
+        shell = f"( exec bash -c {shlex.quote(command)} </dev/null 2>&1 )"
+        return await self._run(shell, timeout_s, cap, FLOOD_BYTES)
 
     async def upload(self, tar: bytes, into: str, timeout_s: float) -> None:
         if len(tar) > MAX_UPLOAD_BYTES:

@@ -195,8 +195,8 @@ class Receivers:
         answers as soon as the neighbour's connections close. Returns the fenced."""
         fenced = []
         for slot in suspects:
-            # each of them already missed a call's deadline or refused: this look may be short
-            probe = await probe_engine(slot.client, min(self.probe_deadline_s, 10.0))
+            # a whole probe's time although it missed a deadline: a busy machine is slow, and a fence is for good
+            probe = await probe_engine(slot.client, self.probe_deadline_s)
             same = probe.identity is not None and probe.identity.incarnation == slot.identity.incarnation
             if not same:
                 await self.fence_off(slot, probe.reason or "restarted during the push")
