@@ -11,6 +11,7 @@ still holds as many deployments.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -51,11 +53,24 @@ def declared(root: Path) -> int:
 
 def _call(api_url: str, path: str, body: dict[str, object] | None = None, method: str | None = None) -> object:
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **(_csrf_headers(api_url) if data is not None else {})}
     request = urllib.request.Request(api_url + path, data=data, headers=headers, method=method)
     with urllib.request.urlopen(request, timeout=10.0) as reply:
         text = reply.read()
     return json.loads(text) if text else None
+
+
+@functools.cache
+def _csrf_headers(api_url: str) -> dict[str, str]:
+    """What the server wants beside a change; nothing where it does not ask (422)."""
+    client = uuid.uuid4().hex
+    try:
+        with urllib.request.urlopen(f"{api_url}/csrf-token?client={client}", timeout=10.0) as reply:
+            return {"Prefect-Csrf-Token": json.loads(reply.read())["token"], "Prefect-Csrf-Client": client}
+    except urllib.error.HTTPError as error:
+        if error.code != 422:
+            raise
+        return {}
 
 
 def wait_for_pool(api_url: str, deadline_s: float) -> None:

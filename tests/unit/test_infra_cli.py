@@ -84,6 +84,15 @@ def test_a_taken_port_names_its_owner_and_the_way_out(tmp_path: Path, capsys: py
     assert "--ports gateway=PORT" in err
 
 
+@pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null/home"])
+def test_a_home_that_cannot_be_is_one_line(home: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    code, _, err = run(capsys, "up", "--home", home, "--only", "gateway", "--model", str(tmp_path))
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(f"error: cannot write {home}")
+
+
 def test_without_services(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "status", "--home", str(tmp_path))
     assert code == 1
