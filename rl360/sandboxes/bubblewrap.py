@@ -198,7 +198,7 @@ class BubblewrapProvider:
                 self._environment(spec),
                 self._first_line(spec),
             )
-        except (SandboxStartError, OSError) as error:
+        except (SandboxStartError, OSError, ValueError) as error:  # ValueError: what no command line can hold
             left = cgroups.remove(group)
             unclean = f"; cgroups left: {', '.join(map(str, left))}" if left else ""
             raise SandboxStartError(f"{error}{unclean}", getattr(error, "proof", None)) from None

@@ -325,6 +325,18 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+def test_what_no_command_line_holds_leaves_nothing(tmp_path: Path) -> None:
+    async def go() -> None:
+        provider = BubblewrapProvider(tmp_path / "sandboxes")
+        workspace = await provider.new_workspace("nul", None)
+        for _ in range(2):  # the second would meet the cgroup of the first
+            with pytest.raises(SandboxStartError, match="null byte"):
+                await provider.create(SandboxSpec("nul", {}, SandboxLimits(), workspace, env={"A": "\0"}))
+        provider.close()
+
+    asyncio.run(go())
+
+
 def test_tar_in_and_out(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     payload = os.urandom(300_000)

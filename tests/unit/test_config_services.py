@@ -50,7 +50,7 @@ def test_what_is_no_secrets_file_is_refused_without_showing_it(tmp_path: Path, s
 def test_a_missing_file_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(Rl360Error, match="run `rl360 up` first, or set RL360_HOME"):
         load_services(tmp_path)
-    with pytest.raises(Rl360Error, match="cannot read /dev/null/x/services.json"):
+    with pytest.raises(Rl360Error, match=r"cannot read /dev/null/x/services\.json"):
         load_services(Path("/dev/null/x"))
     services = write_home(tmp_path)
     services.secrets_path.unlink()
