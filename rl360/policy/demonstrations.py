@@ -1,8 +1,8 @@
 """Demonstrations for the warm start: whole attempts as token ids, some right and some plausibly wrong.
 
 Parameters (words, numbers, file contents) are drawn freshly per demonstration from the same families as the builtin
-tasks. The exact parameters of the 32 builtin tasks are not left out: with millions of combinations a draw hits one of
-them about never. Tool replies are the real outputs of the commands. A wrong demonstration ends in `done` like a right
+tasks. The exact parameters of the 32 builtin tasks are not left out: most families have far more combinations than
+demonstrations, so that a draw hits one about never; `purge` has four, so there they recur. Tool replies are the real outputs of the commands. A wrong demonstration ends in `done` like a right
 one: the policy learns to solve a chore some of the time and to believe it did the rest of the time, which is what
 leaves reinforcement learning room.
 """
