@@ -39,7 +39,7 @@ def may_retry(_task: Any, _task_run: Any, state: Any) -> bool:
 RULES: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
-    "retries": 5,  # about a minute in all: a trainer or a store that restarts is back by then
+    "retries": 5,  # about a minute: a trainer that restarts is back by then
     "retry_delay_seconds": exponential_backoff(2),
     "retry_jitter_factor": 0.3,
     "retry_condition_fn": may_retry,
