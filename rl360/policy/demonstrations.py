@@ -2,9 +2,10 @@
 
 Parameters (words, numbers, file contents) are drawn freshly per demonstration from the same families as the builtin
 tasks. The exact parameters of the 32 builtin tasks are not left out: most families have far more combinations than
-demonstrations, so that a draw hits one about never; `purge` has four, so there they recur. Tool replies are the real outputs of the commands. A wrong demonstration ends in `done` like a right
-one: the policy learns to solve a chore some of the time and to believe it did the rest of the time, which is what
-leaves reinforcement learning room.
+demonstrations, so that a draw hits one about never; `purge` has four, so there they recur.
+
+Tool replies are the real outputs of the commands. A wrong demonstration ends in `done` like a right one: the policy
+learns to solve a chore some of the time and to believe it did the rest of the time, which leaves RL its room.
 """
 
 from __future__ import annotations
