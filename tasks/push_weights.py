@@ -31,11 +31,12 @@ def ready_engines(config: RunConfig, step: int) -> str:
     job = open_job(config, step, "ready_engines")
     version = weight_version(job.store, job.run, step)
     if read_manifest(job.store, job.run, step, "collect") is None:
-        asyncio.run(_ready(job, version))
+        asyncio.run(bring_engines_to(job, version))
     return version
 
 
-async def _ready(job: Job, version: str) -> None:
+async def bring_engines_to(job: Job, version: str) -> None:
+    """Every engine that answers holds `version`, read back, and gets traffic; sends nothing when that is so already."""
     async with trainer_client(job) as trainer:
         state = await trainer.open_run(job.run, job.config.deadlines.train_s)
         expected = parse_version(version)[1]

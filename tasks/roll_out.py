@@ -13,12 +13,17 @@ from prefect import task
 
 from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
 from rl360.config.run import RunConfig
+from rl360.ledger.outcomes import Outcome
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, sha256_hex, unpack
 from rl360.store.layout import attempt_key, step_key
 from rl360.store.manifest import Manifest, ObjectRef, get_object, put_object
 from rl360.tasksets.plan import StepPlan
 from tasks.durable import RULES, SAFE_TO_REPEAT, Job, Produced, once
+from tasks.push_weights import bring_engines_to
+
+MEND_DEADLINE_S = 120.0  # an engine that restarts needs about 30 s
+MEND_PAUSE_S = 3.0
 
 
 def wave_task(wave: int) -> str:
@@ -76,6 +81,7 @@ async def _run_wave(
         refs[record.attempt_id] = put_object(job.store, key, pack(record.to_wire()))
         records[record.attempt_id] = record
 
+    engines = EngineWatch(job, weight_version)
     slots = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
 
     async def one(client: RolloutClient, spec: AttemptSpec) -> None:
@@ -83,7 +89,7 @@ async def _run_wave(
         while (stored := records.get(spec.attempt_id(len(earlier)))) is not None:
             earlier.append(stored)
         async with slots:
-            await roll_out_slot(client, spec, earlier, keep)
+            await roll_out_slot(client, spec, earlier, keep, engines.mend)
 
     try:
         client = RolloutClient(job.services, job.config, job.step, weight_version)
@@ -92,6 +98,34 @@ async def _run_wave(
                 group.create_task(one(client, spec))
     except ExceptionGroup as failed:
         raise gravest(failed) from None
+
+
+class EngineWatch:
+    """Brings engines back into traffic when attempts find none: a restarted gateway knows no engine, a restarted engine
+    has no confirmed weights. Done once for all attempts of the wave that were lost meanwhile."""
+
+    def __init__(self, job: Job, weight_version: str) -> None:
+        self._job = job
+        self._version = weight_version
+        self._lock = asyncio.Lock()
+        self._mended_at = 0.0
+
+    async def mend(self, lost: AttemptRecord) -> None:
+        """Return when engines can be tried again, or when `MEND_DEADLINE_S` is over (the next try then says so)."""
+        if lost.outcome is not Outcome.NO_ENGINE:
+            return
+        async with self._lock:
+            if lost.finished_at < self._mended_at:
+                return
+            give_up_at = time.monotonic() + MEND_DEADLINE_S
+            while time.monotonic() < give_up_at:
+                try:
+                    await bring_engines_to(self._job, self._version)
+                    break
+                except SAFE_TO_REPEAT as error:  # another wave is at it, or engines are still starting
+                    self._job.log.info("no engine for %s yet: %s", lost.attempt_id, error)
+                    await asyncio.sleep(MEND_PAUSE_S)
+            self._mended_at = time.time()
 
 
 def gravest(failed: ExceptionGroup) -> Exception:

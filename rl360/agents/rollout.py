@@ -15,7 +15,7 @@ import asyncio
 import random
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import httpx
@@ -249,15 +249,18 @@ async def roll_out_slot(
     spec: AttemptSpec,
     earlier: list[AttemptRecord],
     keep: Callable[[AttemptRecord], None],
+    mend: Callable[[AttemptRecord], Awaitable[None]],
 ) -> None:
     """Bring one planned attempt to its end: tries until one has a verdict, ended in a way that another try would not
     change (a broken verifier, a fault of the agent's code), or the infra budget is spent.
 
     `earlier` holds the tries an earlier, killed run of the wave already stored, in order; `keep` stores a record
-    (blocking; called in a thread) and only then is its session closed.
+    (blocking; called in a thread) and only then is its session closed. `mend` is told of a lost try before the next.
     """
     tries = list(earlier)
     while not tries or (tries[-1].outcome in RETRYABLE and len(tries) <= client.config.rollout.infra_retries):
+        if tries:
+            await mend(tries[-1])
         record = await client.attempt(spec, len(tries))
         await asyncio.to_thread(keep, record)
         if record.session_id:

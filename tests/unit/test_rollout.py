@@ -82,12 +82,17 @@ def roll_out(home: Path, url: str, sessions: str | None = None) -> list[AttemptR
         model_dir="m", **urls,
     )  # fmt: skip
     kept: list[AttemptRecord] = []
+    mended: list[AttemptRecord] = []
+
+    async def mend(lost: AttemptRecord) -> None:
+        mended.append(lost)
 
     async def go() -> None:
         async with RolloutClient(services, RunConfig(), 0, "demo:0") as client:
-            await roll_out_slot(client, SPEC, [], kept.append)
+            await roll_out_slot(client, SPEC, [], kept.append, mend)
 
     asyncio.run(go())
+    assert mended == kept[:-1], "each lost try is told of once, before the next"
     return kept
 
 
