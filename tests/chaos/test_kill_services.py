@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -24,11 +23,12 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 GROUPS, SIZE = 6, 4
 
 
-@pytest.mark.parametrize("service", ["gateway", "sessions-0", "sandbox-0"])
-def test_killed_while_a_step_samples(services: Services, store: ObjectStore, cli: Cli, service: str) -> None:
+@pytest.mark.parametrize("names", ["gateway", "sessions-0", "sandbox-0", "engine-0 engine-1"])
+def test_killed_while_a_step_samples(services: Services, store: ObjectStore, cli: Cli, names: str) -> None:
     run = f"loss-{uuid.uuid4().hex[:8]}"
-    pid = json.loads(cli("status", "--json").stdout)["services"][service]["pid"]
-    killer = threading.Thread(target=_kill_when_sampling, args=(store, run, pid), daemon=True)
+    rows = json.loads(cli("status", "--json").stdout)["services"]
+    pids = [rows[name]["pid"] for name in names.split()]
+    killer = threading.Thread(target=_kill_when_sampling, args=(store, run, pids), daemon=True)
     killer.start()
     fields = ("-s", f"taskset.groups_per_step={GROUPS}", "-s", f"taskset.attempts_per_group={SIZE}")
     done = cli("run", "start", "--name", run, "--steps", "1", *fields, "-s", "rollout.wave_size=8")
@@ -44,11 +44,12 @@ def test_killed_while_a_step_samples(services: Services, store: ObjectStore, cli
     assert cli("ledger", run).returncode == 0
 
 
-def _kill_when_sampling(store: ObjectStore, run: str, pid: int) -> None:
+def _kill_when_sampling(store: ObjectStore, run: str, pids: list[int]) -> None:
     """SIGKILL once the first record of the step is stored: others are in flight then."""
     give_up_at = time.monotonic() + 300
     while time.monotonic() < give_up_at:
-        if store.list(step_key(run, 0, "attempts/")) and Path(f"/proc/{pid}").exists():
-            os.kill(pid, signal.SIGKILL)
+        if store.list(step_key(run, 0, "attempts/")):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
             return
         time.sleep(0.05)
