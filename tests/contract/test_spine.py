@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rl360.store.codec import unpack
 from rl360.store.layout import run_config_key, step_key
 from rl360.store.manifest import get_object, read_manifest
 from rl360.store.object_store import ObjectStore
-from tests.conftest import Cli
+from tests.conftest import ROOT, Cli
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
 
@@ -132,6 +133,30 @@ def test_export_is_a_policy_others_load(
     assert store.get(f"exports/{run}/model.safetensors") == local
     again = cli("run", "export", run, f"s3://{services.s3_bucket}/exports/{run}")
     assert (again.returncode, "new prefix" in again.stderr) == (2, True), again.stderr
+
+
+def test_the_demo_command(cli: Cli, services: Services) -> None:
+    name = f"demo-{uuid.uuid4().hex[:8]}"
+    done = cli("demo", "--steps", "1", "--seed", "0", "--name", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"report: {services.home}/reports/{name}/report.html" in done.stdout
+    assert services.prefect_ui_url in done.stdout
+    (step,) = json.loads(cli("ledger", name, "--json").stdout)["steps"]
+    assert step["attempts"] >= 256
+    assert 0.2 < step["reward"]["unfiltered_mean_valid"] < 0.6
+    assert step["groups"]["trained"] > step["groups"]["total"] / 2, "the warm start must disagree with itself"
+
+
+def test_a_directory_of_ones_own_tasks(cli: Cli, tmp_path: Path) -> None:
+    for folder in ("append-1", "count-1"):
+        shutil.copytree(ROOT / "rl360" / "tasksets" / "chores_tasks" / folder, tmp_path / folder)
+    checked = cli("tasks", "check", str(tmp_path))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    name = f"own-{uuid.uuid4().hex[:8]}"
+    fields = ("-s", f"taskset.path={tmp_path}", "-s", "taskset.groups_per_step=2", "-s", "taskset.attempts_per_group=2")
+    done = cli("run", "start", "--name", name, "--steps", "1", *fields)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(cli("ledger", name, "--json").stdout)["steps"][0]["attempts"] >= 4
 
 
 def test_everything_listens_on_loopback_only(cli: Cli) -> None:

@@ -1,0 +1,65 @@
+"""README and docs are true where a machine can tell: links lead somewhere, commands and config fields exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from rl360.cli import COMMANDS
+from rl360.config.run import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def _commands() -> dict[str, set[str]]:
+    """Sub-commands by command; a command without any maps to the empty set."""
+    found = {}
+    for name, entry in COMMANDS.items():
+        app = typer.Typer()
+        app.callback()(lambda: None)
+        importlib.import_module(f"rl360.commands.{entry.module}").register(app)
+        group: Any = typer.main.get_group(app)
+        found[name] = set(getattr(group.commands[name], "commands", {}))
+    return found
+
+
+def test_commands_in_the_pages_exist() -> None:
+    known = _commands()
+    for page in PAGES:
+        for first, second in re.findall(r"(?:^|[`/ ])rl360 ([a-z-]+)(?: ([a-z-]+))?", page.read_text(), re.MULTILINE):
+            if f"rl360 {first}" in ("rl360 run", "rl360 tasks", "rl360 fleet", "rl360 model") and second:
+                assert second in known[first] or f"{first} {second}" in NOT_BUILT, (
+                    f"{page.name}: rl360 {first} {second}"
+                )
+            elif first in known or first in NOT_BUILT:
+                continue
+            else:
+                assert not re.search(rf"`(?:\.venv/bin/)?rl360 {first}\b", page.read_text()), (
+                    f"{page.name}: rl360 {first}"
+                )
+
+
+# named in docs/architecture.md as not built yet
+NOT_BUILT = {"run fork", "replay", "bench"}
+
+
+def test_fields_in_the_pages_exist() -> None:
+    for page in PAGES:
+        for field in re.findall(r"(?:-s|--set) ([a-z_.]+)=", page.read_text()):
+            value = RunConfig().model_dump()
+            for part in field.split("."):
+                assert part in value, f"{page.name}: {field}"
+                value = value[part]
