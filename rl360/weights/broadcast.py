@@ -136,9 +136,11 @@ class BroadcastTransport:
         try:
             if plan.engine_set.epoch < self._epoch:
                 raise EngineChurn(f"push epoch {plan.engine_set.epoch} is over: epoch {self._epoch} has begun")
+            # an epoch that was not ours lies between: somebody else may have met these engines under the group's name
+            alone = plan.engine_set.epoch <= self._epoch + 1
             self._epoch = plan.engine_set.epoch
             with _Loop() as loop:
-                return self._transfer(plan, tensors, loop)
+                return self._transfer(plan, tensors, loop, may_reuse=alone and not plan.stale_groups)
         finally:
             self._lock.release()
 
@@ -153,14 +155,16 @@ class BroadcastTransport:
             # closes the connections at once, so a broadcast that still waits for a stuck engine ends too
             group.pg.abort()
 
-    def _transfer(self, plan: PushPlan, tensors: Mapping[str, torch.Tensor], loop: _Loop) -> TransferReport:
+    def _transfer(
+        self, plan: PushPlan, tensors: Mapping[str, torch.Tensor], loop: _Loop, *, may_reuse: bool
+    ) -> TransferReport:
         began = time.monotonic()
         http = open_http()
         engines = [
             _Engine(EngineClient(engine.url, http, plan.call_deadline_s), rank)
             for rank, engine in enumerate(plan.engine_set.engines, start=1)
         ]
-        reused = self._group is not None and self._group.name == plan.group_name and not plan.stale_groups
+        reused = may_reuse and self._group is not None and self._group.name == plan.group_name
         sent_bytes, error, sent = 0, "", False
         try:
             if not reused:
