@@ -9,6 +9,7 @@ from rl360.config.run import RunConfig
 from rl360.errors import BadInput
 from rl360.policy.compatible import refuse_other_tokenizer
 from rl360.store.progress import next_step
+from rl360.tasksets.taskset import load_taskset
 from tasks.durable import RULES, open_job
 
 
@@ -16,6 +17,8 @@ from tasks.durable import RULES, open_job
 def open_run(config: RunConfig, step: int | None) -> tuple[RunConfig, int]:
     """The frozen config with this call's operational fields, and `step` or else the first one not finished."""
     job = open_job(config, step or 0, "open_run")
+    # before anything is frozen: a name must not be spent on a task set that is not there
+    load_taskset(config.taskset.path)
     frozen = freeze_config(job.store, config, default_model=job.services.model_dir)
     if step is None:
         note_target(job.store, frozen)

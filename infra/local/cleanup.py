@@ -90,6 +90,7 @@ def sweep(home: Path, state: SupervisorState | None) -> int:
     _unmount(home)
     for port in state.ports if state is not None else ():
         _remove_sockets(port)
+    _remove_shared_memory()
     return count + sandboxes
 
 
@@ -140,6 +141,17 @@ def _mounts(home: Path) -> list[str]:
 def _unmount(home: Path) -> None:
     for point in _mounts(home):
         subprocess.run(["umount", "-l", point], stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False)
+
+
+def _remove_shared_memory() -> None:
+    """A killed engine leaves its load statistics in shared memory; what no process maps is nobody's."""
+    stale = {path for path in Path("/dev/shm").glob("sglang_loads_*") if path.stat().st_uid == os.getuid()}
+    for pid in proc.table() if stale else ():
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            stale -= {path for path in stale if str(path) in maps}
+    for path in stale:
+        path.unlink(missing_ok=True)
 
 
 def _remove_sockets(port: int) -> None:

@@ -95,10 +95,15 @@ def run_page(
     )
 
 
+def compared_steps(steps: int) -> int:
+    """How many first steps are compared with as many last ones: never the same steps twice, but for a run of one."""
+    return max(1, min(ROLLING_STEPS, steps // 2))
+
+
 def key_figures(steps: Sequence[Step]) -> list[tuple[str, str, str]]:
     """(label, value, note) of the figures at the top of the page."""
     rewards = [step["reward"]["unfiltered_mean_valid"] for step in steps]
-    window = min(ROLLING_STEPS, len(rewards))
+    window = compared_steps(len(rewards))
     first = metrics.mean([reward for reward in rewards[:window] if reward is not None])
     last = metrics.mean([reward for reward in rewards[-window:] if reward is not None])
     attempts = sum(step["attempts"] for step in steps)
@@ -159,7 +164,7 @@ def run_tokens(steps: Sequence[Step]) -> list[tuple[str, int, float]]:
 
 def run_domains(steps: Sequence[Step]) -> list[tuple[str, str, str]]:
     """(domain, first, last): mean reward of verified attempts by domain over the first and last steps of the run."""
-    window = min(ROLLING_STEPS, len(steps))
+    window = compared_steps(len(steps))
     by_step = [step["reward"]["by_domain"] for step in steps]
     names = sorted({name for domains in by_step for name in domains})
 
