@@ -145,7 +145,11 @@ def _unmount(home: Path) -> None:
 
 def _remove_shared_memory() -> None:
     """A killed engine leaves its load statistics in shared memory; what no process maps is nobody's."""
-    stale = {path for path in Path("/dev/shm").glob("sglang_loads_*") if path.stat().st_uid == os.getuid()}
+    stale = set()
+    for path in Path("/dev/shm").glob("sglang_loads_*"):
+        with contextlib.suppress(FileNotFoundError):  # another `down` may be at it
+            if path.stat().st_uid == os.getuid():
+                stale.add(path)
     for pid in proc.table() if stale else ():
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
