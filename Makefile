@@ -24,7 +24,7 @@ demo: setup  ## services, a run of STEPS steps, its report
 	$(BIN)/rl360 demo --steps $(STEPS) --seed $(SEED)
 
 test: setup  ## unit and property tests, then those with real services
-	$(BIN)/python -m pytest tests/unit -m "not contract and not chaos" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -m "not contract and not chaos" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/property $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests -m "contract or chaos" $(PYTEST_ARGS)
 
