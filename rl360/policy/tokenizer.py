@@ -22,7 +22,7 @@ from rl360.tasksets.harbor_files import builtin_chores, task_files
 VOCAB_SIZE = 1024
 PAD, START, END, CALL_OPEN, CALL_CLOSE = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
 SPECIAL_TOKENS = (PAD, START, END, CALL_OPEN, CALL_CLOSE)
-TEMPLATE_PATH = Path(__file__).parents[1] / "sessions" / "templates" / "rl360_chat.jinja"
+TEMPLATE_PATH = Path(__file__).parents[1] / "sessions" / "families" / "rl360_chat.jinja"
 _DRAWS_PER_FAMILY = 60
 # An extension, a flag and a digit are one piece with what stands before (`.txt`, ` -n`, ` 3`): a fifth fewer tokens.
 _PIECES = r"\.[A-Za-z]+| ?-?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"

@@ -34,7 +34,7 @@ _SOURCES = (
     ),
     "tasksets/chores.py",
     "tasksets/harbor_files.py",
-    "sessions/templates/rl360_chat.jinja",
+    "sessions/families/rl360_chat.jinja",
     "training/sft.py",
 )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rl360.sessions.chat_template import ChatTemplate
+from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.messages import Message, Tool, ToolCall
 from rl360.sessions.refusals import Refusal, SessionRefusal
 
@@ -220,7 +220,7 @@ class Session:
             return self._template.render_prompt(plan.messages, plan.tools)
         if plan.rollback:
             return np.zeros(0, dtype=np.int32)
-        return self._template.render_delta(plan.new_messages)
+        return self._template.render_delta(self._template.stop_ids[0], plan.new_messages)
 
     def assemble(self, plan: Plan, delta_ids: np.ndarray) -> PreparedTurn:
         """The ids to send for a plan made on this epoch; refuses what does not fit the length or the byte budget."""
@@ -355,15 +355,15 @@ class Session:
             raise _bad(f"ids span {ids.min()} to {ids.max()}, the vocabulary has {self._template.vocab_size}")
         if not np.isfinite(logprobs).all() or float(logprobs.max()) > _POSITIVE_LOGPROB:
             raise _bad(f"log-probs span {logprobs.min()} to {logprobs.max()}, expected finite and at most 0")
-        ends = np.flatnonzero(ids == self._template.end_id)
+        ends = np.flatnonzero(ids == self._template.stop_ids[0])
         if completion.finish_reason == "stop":
             if ends.tolist() != [len(ids) - 1]:
                 raise _bad(
-                    f"finish_reason stop with last id {ids[-1]}, expected end of turn {self._template.end_id} once"
+                    f"finish_reason stop with last id {ids[-1]}, expected end of turn {self._template.stop_ids[0]} once"
                 )
         elif completion.finish_reason == "length":
             if len(ends):
-                raise _bad(f"finish_reason length but the end of turn {self._template.end_id} is at {ends[0]}")
+                raise _bad(f"finish_reason length but the end of turn {self._template.stop_ids[0]} is at {ends[0]}")
         else:
             raise _bad(f"finish_reason {completion.finish_reason!r}, expected stop or length")
         edge = 0

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rl360.sessions.chat_template import ChatTemplate
 from rl360.sessions.core import Session, SessionSpec
+from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.refusals import Refusal, SessionRefusal
 
 

@@ -31,8 +31,9 @@ from starlette.requests import ClientDisconnect
 
 from rl360.config.services import service_token
 from rl360.errors import BadInput, Rl360Error
-from rl360.sessions.chat_template import ChatTemplate
 from rl360.sessions.core import PreparedTurn, Sampling, Session, SessionSpec, Turn
+from rl360.sessions.families.base import ChatTemplate
+from rl360.sessions.families.registry import load_template
 from rl360.sessions.merge import merge, snapshot
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.registry import Limits, Registry
@@ -287,12 +288,12 @@ async def _evict_forever(registry: Registry) -> None:
 
 def build_service(options: argparse.Namespace) -> SessionService:
     """Load the template, read the token, make the client: everything that can be refused before listening."""
-    template = ChatTemplate.load(options.model)
+    template = load_template(options.model)
     limits = Limits(idle_ttl_s=options.idle_ttl_s, total_bytes=options.max_bytes)
     return SessionService(
         template=template,
         registry=Registry(template, limits),
-        upstream=Upstream(options.upstream, template.vocab_size, template.end_id, options.deadline_s),
+        upstream=Upstream(options.upstream, template.vocab_size, template.stop_ids[0], options.deadline_s),
         upstream_url=options.upstream,
         token=_read_token(options.token_file),
     )

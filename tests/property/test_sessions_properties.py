@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rl360.sessions.chat_template import SPECIALS
 from rl360.sessions.core import Completion, PreparedTurn, Session
+from rl360.sessions.families.rl360_chat import SPECIALS
 from rl360.sessions.merge import merge
 from rl360.sessions.messages import Message, ToolCall, parse_messages
 from rl360.sessions.refusals import Refusal, SessionRefusal
@@ -252,7 +252,7 @@ def test_rendering_is_append_only(system: bool, rounds: list, first: str) -> Non
         longer = template().render_prompt(messages, BASH).tolist()
         assert spoken[: len(rendered)] == rendered
         assert longer[: len(spoken)] == spoken
-        assert longer[len(spoken) :] == template().render_delta(tuple(others)).tolist()
+        assert longer[len(spoken) :] == template().render_delta(END, tuple(others)).tolist()
         rendered = longer
 
 

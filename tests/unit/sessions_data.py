@@ -11,8 +11,10 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rl360.sessions.chat_template import SPECIALS, ChatTemplate, template_text
 from rl360.sessions.core import Completion, Sampling, Session, SessionSpec
+from rl360.sessions.families.base import ChatTemplate
+from rl360.sessions.families.registry import load_template
+from rl360.sessions.families.rl360_chat import SPECIALS, template_text
 from rl360.sessions.messages import Message, Tool, parse_tools
 
 VERSION = "run:0"
@@ -75,7 +77,7 @@ def write_model_dir(folder: Path, vocab_size: int = 512) -> Path:
 def template() -> ChatTemplate:
     """The template every test shares (immutable after load)."""
     with tempfile.TemporaryDirectory() as folder:
-        return ChatTemplate.load(write_model_dir(Path(folder)))
+        return load_template(write_model_dir(Path(folder)))
 
 
 def spec(**changes: Any) -> SessionSpec:

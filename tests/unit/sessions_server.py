@@ -137,7 +137,7 @@ def session_bench(limits: Limits | None = None, deadline_s: float = 20.0) -> Ite
     with serving(engine.app()) as engine_url:
         engine.url = engine_url
         registry = Registry(template(), limits or Limits())
-        upstream = Upstream(engine_url, template().vocab_size, template().end_id, deadline_s)
+        upstream = Upstream(engine_url, template().vocab_size, template().stop_ids[0], deadline_s)
         service = SessionService(template(), registry, upstream, engine_url, TOKEN)
         with serving(create_app(service)) as url, httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
             yield Bench(engine, service, url, http)

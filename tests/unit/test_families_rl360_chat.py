@@ -1,4 +1,4 @@
-"""The chat template: append-only, no injection, one wording, and parsing back what was sampled."""
+"""Family rl360-chat: append-only, no injection, one wording, and parsing back what was sampled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl360.errors import BadInput
-from rl360.sessions.chat_template import SPECIALS, ChatTemplate, template_text
+from rl360.sessions.families.registry import load_template
+from rl360.sessions.families.rl360_chat import SPECIALS, template_text
 from rl360.sessions.messages import Message, ToolCall
 from tests.unit.sessions_data import (
     BASH,
@@ -89,7 +90,7 @@ def test_longer_history_only_appends(messages: tuple, tools: tuple) -> None:
     before = template().render_prompt(messages, tools).tolist()
     after = template().render_prompt(longer, tools).tolist()
     sampled = encode_turn("\n x" + call_turn("ls"))
-    delta = template().render_delta(longer[-2:]).tolist()
+    delta = template().render_delta(2, longer[-2:]).tolist()
     assert after == before + sampled + delta
     assert len(after) > len(before)
 
@@ -109,7 +110,7 @@ def test_special_tokens_in_text_stay_text(special: str, around: str) -> None:
     plain = template().render_conversation(_everywhere("t", "k"), ()).tolist()
     assert [i for i in ids if i in special_ids] == [i for i in plain if i in special_ids]
     assert stock.decode([i for i in ids if i not in special_ids]).count(text) == 6
-    delta = template().render_delta((Message("tool", text),)).tolist()
+    delta = template().render_delta(2, (Message("tool", text),)).tolist()
     assert [i for i in delta if i in special_ids] == [1, 2, 1]
 
 
@@ -163,28 +164,30 @@ def test_ids_the_tokenizer_lacks_decode_to_nothing() -> None:
 
 def test_delta_refuses_other_roles() -> None:
     with pytest.raises(BadInput, match="assistant"):
-        template().render_delta((Message("assistant", "x"),))
+        template().render_delta(2, (Message("assistant", "x"),))
     with pytest.raises(BadInput, match="none"):
-        template().render_delta(())
+        template().render_delta(2, ())
 
 
 def test_load_refuses_with_the_reason(tmp_path: Path) -> None:
     folder = write_model_dir(tmp_path / "model")
-    ChatTemplate.load(folder)
+    load_template(folder)
     (folder / "chat_template.jinja").write_text("{#- family: chatml-think -#}{{ messages }}")
-    with pytest.raises(BadInput, match="names family chatml-think and is not the rl360-chat template"):
-        ChatTemplate.load(folder)
+    with pytest.raises(
+        BadInput, match="names family chatml-think and is not a template of this rl360; copy one of rl360-chat"
+    ):
+        load_template(folder)
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(BadInput, match=r"needs chat_template.jinja"):
-        ChatTemplate.load(folder)
+    with pytest.raises(BadInput, match=r"no known family \(rl360-chat: needs its own chat_template.jinja"):
+        load_template(folder)
     (folder / "chat_template.jinja").write_text(template_text())
     (folder / "config.json").write_bytes(orjson.dumps({"vocab_size": 10}))
     with pytest.raises(BadInput, match="vocab_size 10 is below"):
-        ChatTemplate.load(folder)
+        load_template(folder)
     (folder / "config.json").write_bytes(orjson.dumps({"vocab_size": 512}))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(BadInput, match="not a tokenizers file"):
-        ChatTemplate.load(folder)
+        load_template(folder)
 
 
 def test_load_refuses_tokenizers_that_would_break_the_rules(tmp_path: Path) -> None:
@@ -194,12 +197,12 @@ def test_load_refuses_tokenizers_that_would_break_the_rules(tmp_path: Path) -> N
     def refused(reason: str, **changes: object) -> None:
         (folder / "tokenizer.json").write_bytes(orjson.dumps({**raw, **changes}))
         with pytest.raises(BadInput, match=reason):
-            ChatTemplate.load(folder)
+            load_template(folder)
 
     spaced = {**raw["pre_tokenizer"], "add_prefix_space": True}
     refused("as plain text", pre_tokenizer=spaced)
     refused("as plain text", normalizer={"type": "Lowercase"})
-    tokens = [{**t, "special": t["content"] != "<tool_call>"} for t in raw["added_tokens"]]
-    refused("lacks the special tokens", added_tokens=tokens)
+    tokens = [{**t, "content": t["content"].replace("<tool_call>", "<call>")} for t in raw["added_tokens"]]
+    refused("lacks the tokens", added_tokens=tokens)
     stripping = [{**t, "lstrip": True} for t in raw["added_tokens"]]
     refused("differently", added_tokens=stripping)
