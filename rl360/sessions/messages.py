@@ -1,13 +1,15 @@
-"""OpenAI chat messages and tools, checked and brought to one comparable form.
+"""Chat messages and tools, checked and brought to one comparable form.
 
-`parse_messages` and `parse_tools` take decoded JSON from an untrusted agent and either return frozen values or raise
-`SessionRefusal` naming the place (`messages[3].tool_calls[0]`), the value and what is allowed. Two messages are equal
-exactly when they mean the same to the chat template and to the agent: null content is empty content, tool arguments
-compare as JSON values whatever their spacing and key order.
+`openai_message` and `parse_tools` take decoded JSON from an untrusted agent and either return frozen values or raise
+`SessionRefusal(bad_body)` naming the place (`messages[3].tool_calls[0]`), the value and what is allowed. Two messages
+are equal exactly when they mean the same to the chat template and to the agent: null content is empty content, tool
+arguments compare as JSON values with their types, whatever their spacing and key order.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,14 @@ from rl360.sessions.refusals import Refusal, SessionRefusal
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+ROLES = ("system", "user", "assistant", "tool")
+_KNOWN = {
+    "system": frozenset({"role", "content", "name"}),
+    "user": frozenset({"role", "content", "name"}),
+    "assistant": frozenset({"role", "content", "name", "tool_calls", "reasoning_content"}),
+    "tool": frozenset({"role", "content", "name", "tool_call_id"}),
+}
+_OBJECT_BYTES = 256  # of one message or call without its text
 
 
 @dataclass(frozen=True)
@@ -43,16 +53,20 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation. `tool_calls` only on assistant messages, `tool_call_id` only on tool messages."""
+    """One message of a conversation. `tool_calls` and `reasoning` (the wire's `reasoning_content`) only on assistant
+    messages, `tool_call_id` only on tool messages. `reasoning` None is unstated; a matcher decides what that means."""
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    reasoning: str | None = None
 
     def to_template(self) -> dict[str, Any]:
         """The shape chat templates expect: tool arguments as objects, not JSON text."""
         rendered: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning is not None:
+            rendered["reasoning_content"] = self.reasoning
         if self.tool_calls:
             rendered["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": orjson.loads(call.arguments)}}
@@ -61,18 +75,22 @@ class Message:
         return rendered
 
     def held_bytes(self) -> int:
-        """Roughly what keeping this message costs: 4 bytes a character bounds any Python string."""
-        size = 200 + 4 * len(self.content)
-        return size + sum(300 + 4 * (len(c.name) + 2 * len(c.arguments)) for c in self.tool_calls)
+        """What keeping this message costs, in bytes, roughly and from above."""
+        size = _OBJECT_BYTES + sys.getsizeof(self.content) + sys.getsizeof(self.reasoning)
+        for call in self.tool_calls:
+            size += _OBJECT_BYTES + sys.getsizeof(call.name) + 2 * sys.getsizeof(call.arguments)
+        return size
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One callable tool. `parameters` are (name, JSON type) in schema order."""
+    """One callable tool. `definition` is the compact JSON of the whole tool as given, and what equality means;
+    `parameters` (name, JSON type) in schema order and `required` are read from it."""
 
     name: str
     parameters: tuple[tuple[str, str], ...]
     required: frozenset[str]
+    definition: str
 
     @property
     def raw_parameter(self) -> str | None:
@@ -82,8 +100,7 @@ class Tool:
         return None
 
     def to_template(self) -> dict[str, Any]:
-        properties = {name: {"type": kind} for name, kind in self.parameters}
-        return {"type": "function", "function": {"name": self.name, "parameters": {"properties": properties}}}
+        return orjson.loads(self.definition)
 
 
 def json_object(text: Any) -> dict[str, Any] | None:
@@ -135,18 +152,22 @@ def _tool_call(raw: Any, where: str) -> ToolCall:
     return ToolCall.make(call_id, name, value)
 
 
-def _message(raw: Any, where: str) -> Message:
+def _optional_text(raw: dict[str, Any], name: str, where: str) -> str | None:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _refuse(where, f"{name} {_shown(value)} is not a string")
+    return value
+
+
+def openai_message(raw: Any, where: str) -> tuple[Message, ...]:
+    """One element of a request's `messages`, decoded; always one message. `where` names it in refusals."""
     if not isinstance(raw, dict):
         raise _refuse(where, f"is {type(raw).__name__}, expected an object")
     role = raw.get("role")
-    if role not in ("system", "user", "assistant", "tool"):
-        raise _refuse(where, f"role {_shown(role)} is not system, user, assistant or tool")
-    known = {"role", "content", "name"}
-    if role == "assistant":
-        known.add("tool_calls")
-    if role == "tool":
-        known.add("tool_call_id")
+    if not isinstance(role, str) or role not in ROLES:
+        raise _refuse(where, f"role {_shown(role)} is not {', '.join(ROLES[:-1])} or {ROLES[-1]}")
     # clients echo a reply with all its empty fields (refusal, audio, function_call: null); a filled one means something
+    known = _KNOWN[role]
     filled = sorted(str(key) for key, value in raw.items() if key not in known and value not in (None, [], ""))
     if filled:
         raise _refuse(
@@ -160,27 +181,35 @@ def _message(raw: Any, where: str) -> Message:
         if not isinstance(calls, list):
             raise _refuse(where, f"tool_calls is {type(calls).__name__}, expected a list")
         parsed = tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
-        return Message(role, content, tool_calls=parsed)
+        reasoning = _optional_text(raw, "reasoning_content", where) or None
+        return (Message(role, content, tool_calls=parsed, reasoning=reasoning),)
     if role == "tool":
-        call_id = raw.get("tool_call_id")
-        if call_id is not None and not isinstance(call_id, str):
-            raise _refuse(where, f"tool_call_id {_shown(call_id)} is not a string")
-        return Message(role, content, tool_call_id=call_id)
-    return Message(role, content)
+        return (Message(role, content, tool_call_id=_optional_text(raw, "tool_call_id", where)),)
+    return (Message(role, content),)
+
+
+def check_sequence(messages: Sequence[Message]) -> None:
+    """Refuse an order no conversation has: at most one system message, standing first; the last message leaves the
+    turn to the assistant."""
+    if not messages:
+        raise _refuse("messages", "is empty")
+    if len(messages) > MAX_MESSAGES:
+        raise _refuse("messages", f"{len(messages)} messages, at most {MAX_MESSAGES}")
+    for i, message in enumerate(messages):
+        if i and message.role == "system":
+            raise _refuse(f"messages[{i}]", "a system message stands only first")
+    if messages[-1].role not in ("user", "tool"):
+        raise _refuse(f"messages[{len(messages) - 1}]", f"the last message is {messages[-1].role}, not user or tool")
 
 
 def parse_messages(raw: Any) -> tuple[Message, ...]:
-    """Check and normalise the `messages` of a request; the last one must leave the turn to the assistant."""
-    if not isinstance(raw, list) or not raw:
-        raise _refuse("messages", f"{_shown(raw)} is not a non-empty list")
+    """Check and normalise the decoded `messages` of one whole request."""
+    if not isinstance(raw, list):
+        raise _refuse("messages", f"{_shown(raw)} is not a list")
     if len(raw) > MAX_MESSAGES:
         raise _refuse("messages", f"{len(raw)} messages, at most {MAX_MESSAGES}")
-    messages = tuple(_message(item, f"messages[{i}]") for i, item in enumerate(raw))
-    for i, message in enumerate(messages[1:], start=1):
-        if message.role == "system":
-            raise _refuse(f"messages[{i}]", "a system message stands only first")
-    if messages[-1].role not in ("user", "tool"):
-        raise _refuse(f"messages[{len(raw) - 1}]", f"the last message is {messages[-1].role}, expected user or tool")
+    messages = tuple(message for i, item in enumerate(raw) for message in openai_message(item, f"messages[{i}]"))
+    check_sequence(messages)
     return messages
 
 
@@ -205,7 +234,11 @@ def _tool(raw: Any, where: str) -> Tool:
             raise _refuse(where, f"parameter {_shown(key)} has no schema object")
         kind = value.get("type", "")
         kinds.append((key, kind if isinstance(kind, str) else ""))
-    return Tool(name, tuple(kinds), frozenset(required))
+    try:
+        definition = orjson.dumps(raw).decode()
+    except orjson.JSONEncodeError as error:
+        raise _refuse(where, f"cannot be written back as JSON: {error}") from None
+    return Tool(name, tuple(kinds), frozenset(required), definition)
 
 
 def parse_tools(raw: Any) -> tuple[Tool, ...]:

@@ -15,6 +15,7 @@ class Refusal(StrEnum):
     """Stable machine-readable codes (`error.code` in every reply)."""
 
     BAD_BODY = "bad_body"
+    PARAMS = "sampling_params"
     BAD_HISTORY = "bad_history"
     TOOLS_CHANGED = "tools_changed"
     UNAUTHORIZED = "unauthorized"
@@ -22,16 +23,21 @@ class Refusal(StrEnum):
     METHOD = "method_not_allowed"
     CUT_TURN = "cut_turn"
     LOST_RACE = "lost_race"
+    SEALED = "sealed"
+    CONFLICT = "conflict"
     LENGTH = "length"
     OVER_BUDGET = "over_budget"
     CANNOT_MERGE = "cannot_merge"
     BAD_UPSTREAM = "bad_upstream"
     NO_ENGINE = "no_engine"
     WRONG_VERSION = "wrong_version"
+    BAD_ROUTING = "bad_routing"
+    DRAINING = "draining"
 
 
 HTTP_STATUS: dict[Refusal, int] = {
     Refusal.BAD_BODY: 400,
+    Refusal.PARAMS: 400,
     Refusal.BAD_HISTORY: 400,
     Refusal.TOOLS_CHANGED: 400,
     Refusal.UNAUTHORIZED: 401,
@@ -39,13 +45,19 @@ HTTP_STATUS: dict[Refusal, int] = {
     Refusal.METHOD: 405,
     Refusal.CUT_TURN: 409,
     Refusal.LOST_RACE: 409,
+    Refusal.SEALED: 409,
+    Refusal.CONFLICT: 409,
     Refusal.LENGTH: 409,
     Refusal.OVER_BUDGET: 413,
     Refusal.CANNOT_MERGE: 422,
     Refusal.BAD_UPSTREAM: 502,
     Refusal.NO_ENGINE: 502,
     Refusal.WRONG_VERSION: 502,
+    Refusal.BAD_ROUTING: 502,
+    Refusal.DRAINING: 503,
 }
+
+_RETRY = frozenset(code for code, status in HTTP_STATUS.items() if status >= 500)
 
 
 class SessionRefusal(Rl360Error):
@@ -62,4 +74,4 @@ class SessionRefusal(Rl360Error):
     @property
     def retry(self) -> bool:
         """Whether sending the same request again may succeed."""
-        return self.code in (Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION)
+        return self.code in _RETRY
