@@ -21,6 +21,7 @@ class Refusal(StrEnum):
     UNAUTHORIZED = "unauthorized"
     NOT_FOUND = "not_found"
     METHOD = "method_not_allowed"
+    SLOW_BODY = "slow_body"
     CUT_TURN = "cut_turn"
     LOST_RACE = "lost_race"
     SEALED = "sealed"
@@ -28,11 +29,14 @@ class Refusal(StrEnum):
     LENGTH = "length"
     OVER_BUDGET = "over_budget"
     CANNOT_MERGE = "cannot_merge"
+    TOO_MANY = "too_many_requests"
+    NO_STORE = "no_store"
     BAD_UPSTREAM = "bad_upstream"
     NO_ENGINE = "no_engine"
     WRONG_VERSION = "wrong_version"
     BAD_ROUTING = "bad_routing"
     DRAINING = "draining"
+    STORE_UNAVAILABLE = "store_unavailable"
 
 
 HTTP_STATUS: dict[Refusal, int] = {
@@ -43,6 +47,7 @@ HTTP_STATUS: dict[Refusal, int] = {
     Refusal.UNAUTHORIZED: 401,
     Refusal.NOT_FOUND: 404,
     Refusal.METHOD: 405,
+    Refusal.SLOW_BODY: 408,
     Refusal.CUT_TURN: 409,
     Refusal.LOST_RACE: 409,
     Refusal.SEALED: 409,
@@ -50,14 +55,17 @@ HTTP_STATUS: dict[Refusal, int] = {
     Refusal.LENGTH: 409,
     Refusal.OVER_BUDGET: 413,
     Refusal.CANNOT_MERGE: 422,
+    Refusal.TOO_MANY: 429,
+    Refusal.NO_STORE: 501,
     Refusal.BAD_UPSTREAM: 502,
     Refusal.NO_ENGINE: 502,
     Refusal.WRONG_VERSION: 502,
     Refusal.BAD_ROUTING: 502,
     Refusal.DRAINING: 503,
+    Refusal.STORE_UNAVAILABLE: 503,
 }
 
-_RETRY = frozenset(code for code, status in HTTP_STATUS.items() if status >= 500)
+_RETRY = frozenset(code for code, status in HTTP_STATUS.items() if status in (408, 429, 502, 503))
 
 
 class SessionRefusal(Rl360Error):
