@@ -1,349 +1,360 @@
 """One session without HTTP: what was sent, what was sampled, and what may come next.
 
-A session is a linear conversation held as ids. A request names the whole history; only the messages after what is
-held are rendered, so the engine always sees the very ids it sampled. The life of one turn:
+A session is a tree of turns held as ids. A turn is one completion: the ids its request added to its parent's context,
+then the ids that were sampled. It never changes, and a context is one concatenation of the turns on a path, so the
+engine always sees the very ids it sampled. The life of one turn:
 
-    plan(messages, tools) -> Plan            checks the history, changes nothing
-    assemble(plan, delta_ids) -> Prepared    the ids to send; checks length and byte budget, changes nothing
-    commit(prepared, completion) -> Turn     validates everything, then records; refuses a stale epoch
+    read(raw messages, tools) -> Request      parses only what the last recorded request did not hold
+    plan(request, asked) -> Plan              finds what it continues, changes nothing
+    assemble(plan, delta_ids) -> PreparedTurn the ids to send; checks length and byte budget, changes nothing
+    commit(prepared, completion) -> Turn      validates everything, then records
 
-Every commit raises the epoch, so of two requests prepared on one epoch exactly one is recorded. Resending the last
-request word for word rolls one generated turn back; its sampled tokens stay counted (`prefix_break`).
+*Tree* sessions are append-only: a request extends any turn, repeats any request (a sibling) or starts a new root.
+*Linear* ones are trees with one constraint: a request extends the last turn, repeats its request, or goes one turn back
+and says something else; a turn left behind that way is no longer continued, its sampled tokens are `prefix_break`.
+Every commit raises the epoch, and of two linear requests prepared on one epoch exactly one is recorded. Nothing
+continues a turn that was cut by length.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 
+from rl360.errors import BadInput
 from rl360.sessions.families.base import ChatTemplate
-from rl360.sessions.messages import Message, Tool, ToolCall
+from rl360.sessions.history import MATCHERS, Match, Matcher, difference, history, locate, path
+from rl360.sessions.messages import Message, Tool, ToolCall, check_sequence, openai_message, parse_tools
 from rl360.sessions.refusals import Refusal, SessionRefusal
+from rl360.sessions.routing import RoutingShape, check_rows
+from rl360.sessions.turns import (
+    TURN_BYTES,
+    Canonical,
+    Completion,
+    Parse,
+    Plan,
+    PreparedTurn,
+    Request,
+    Sampling,
+    SamplingPolicy,
+    SessionMode,
+    SessionSpec,
+    Turn,
+    chain_digest,
+)
 
-_TOKEN_BYTES = 4 + 4 + 1  # token, log-probability, mask
 _SESSION_BYTES = 4096
-_TURN_BYTES = 512
+_TOKEN_BYTES = 4 + 4  # id and log-probability
 _POSITIVE_LOGPROB = 1e-3  # rounding above 0 that a correct engine may show for a certain token
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of a session: pinned when it is created, whatever a request asks for."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
-class SessionSpec:
-    """What a session is created with. `expected_weight_version` None accepts (and records) any version."""
-
-    attempt_id: str
-    group_id: str
-    task_id: str
-    sampling: Sampling
-    max_seq_len: int
-    expected_weight_version: str | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A request that fits the history. `base` is how many held ids stay; `new_messages` are still to be rendered."""
-
-    epoch: int
-    base: int
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    new_messages: tuple[Message, ...]
-    first: bool
-    rollback: bool
-
-
-@dataclass(frozen=True)
-class PreparedTurn:
-    """What to send: `input_ids` int32 `[tokens]`, at most `max_new_tokens` to sample, valid on `epoch` only."""
-
-    epoch: int
-    input_ids: np.ndarray
-    max_new_tokens: int
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine answered. `output_ids` int32 and `logprobs` float32 `[sampled]`, the end token included;
-    `spans` are (start, end, weight version) over `output_ids`; `finish_reason` is stop or length."""
-
-    output_ids: np.ndarray
-    logprobs: np.ndarray
-    finish_reason: str
-    spans: tuple[tuple[int, int, str], ...]
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One recorded turn: ids `[:prompt_end]` were sent, `[prompt_end:end]` sampled. Digests cover the ids as sent and
-    as sent plus sampled; spans are over the session's ids; `messages_before` messages were in the request."""
-
-    prompt_end: int
-    end: int
-    messages_before: int
-    finish_reason: str
-    spans: tuple[tuple[int, int, str], ...]
-    prompt_digest: bytes
-    end_digest: bytes
-    reply: Message
-    format_errors: int
-    cached_tokens: int
-
-    @property
-    def sampled(self) -> int:
-        return self.end - self.prompt_end
-
-    @property
-    def cut(self) -> bool:
-        return self.finish_reason == "length"
-
-
-class GrowBuffer:
-    """A one-dimensional array that grows by doubling; `view` is `[length]`, valid until the next append."""
-
-    def __init__(self, dtype: type[np.generic], capacity: int = 256) -> None:
-        self._data = np.zeros(capacity, dtype=dtype)
-        self.length = 0
-
-    def append(self, values: np.ndarray) -> None:
-        end = self.length + len(values)
-        if end > len(self._data):
-            grown = np.zeros(max(end, 2 * len(self._data)), dtype=self._data.dtype)
-            grown[: self.length] = self._data[: self.length]
-            self._data = grown
-        self._data[self.length : end] = values
-        self.length = end
-
-    def truncate(self, length: int) -> None:
-        self.length = min(self.length, length)
-
-    @property
-    def view(self) -> np.ndarray:
-        return self._data[: self.length]
-
-    @property
-    def held_bytes(self) -> int:
-        return self._data.nbytes
-
-
-def digest_ids(ids: np.ndarray, hasher: Any = None) -> Any:
-    """Feed int32 ids into a (new) running digest."""
-    hasher = hashlib.blake2b(digest_size=16) if hasher is None else hasher
-    hasher.update(np.ascontiguousarray(ids, dtype="<i4"))
-    return hasher
+_REMEMBERED = 8  # recorded requests of a tree session whose messages are recognised by their bytes
+_NAMES_KEPT = 32
 
 
 class Session:
-    """State of one linear session. Not thread-safe: one event loop owns it."""
+    """State of one session. Not thread-safe: one event loop owns it (`render` may run in a thread)."""
 
-    def __init__(self, session_id: str, spec: SessionSpec, template: ChatTemplate, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        spec: SessionSpec,
+        template: ChatTemplate,
+        budget_bytes: int,
+        *,
+        matcher: Matcher = MATCHERS["strict"],
+        routing: RoutingShape | None = None,
+    ) -> None:
         self.session_id = session_id
         self.spec = spec
         self._template = template
         self._budget_bytes = budget_bytes
+        self._matcher = matcher
+        self._routing = routing
+        self.linear = spec.mode is SessionMode.LINEAR
         self.epoch = 0
         self.closed = False
-        self.tokens = GrowBuffer(np.int32)
-        self.logprobs = GrowBuffer(np.float32)
-        self.mask = GrowBuffer(np.uint8)
+        self.sealed = False
         self.turns: list[Turn] = []
-        self.messages: list[Message] = []
-        self.tools: tuple[Tool, ...] = ()
+        self._children: dict[int | None, list[Turn]] = {}
+        self._remembered: deque[Request] = deque(maxlen=1 if self.linear else _REMEMBERED)
+        self._turn_bytes = 0
+        self._raw_bytes = 0
         self.sampled_tokens = 0
-        self.prefix_break_tokens = 0
-        self.lost_race_tokens = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.rollbacks = 0
+        self.duplicate_tokens = 0
+        self.after_truncation_tokens = 0
+        self.requests_after_cut = 0
         self.ignored_params: Counter[str] = Counter()
-        self._message_bytes = 0
+        self.recorded_params: Counter[str] = Counter()
+
+    @property
+    def head(self) -> Turn | None:
+        """The latest turn: in a linear session the only one that can be continued."""
+        return self.turns[-1] if self.turns else None
 
     @property
     def held_bytes(self) -> int:
         """What this session keeps in memory, roughly and from above."""
-        arrays = self.tokens.held_bytes + self.logprobs.held_bytes + self.mask.held_bytes
-        return _SESSION_BYTES + arrays + self._message_bytes + _TURN_BYTES * len(self.turns)
+        return _SESSION_BYTES + self._turn_bytes + self._raw_bytes
 
-    def prepare(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> PreparedTurn:
+    def read(
+        self,
+        raws: Sequence[bytes],
+        tools_raw: bytes | None,
+        parse: Parse = openai_message,
+        parse_all_tools: Callable[[Any], tuple[Tool, ...]] = parse_tools,
+    ) -> Request:
+        """Parse a request given as the JSON of each message. Messages whose bytes a recorded request had at the same
+        place are taken from there; only new ones are parsed. Refuses (`bad_body`) what is no conversation."""
+        raws = tuple(raws)
+        known, same = self._recall(raws, parse)
+        ends = list(known.ends[:same]) if known else []
+        messages = list(known.messages[: ends[-1]]) if known and same else []
+        for index in range(same, len(raws)):
+            where = f"messages[{index}]"
+            messages += parse(_decode(raws[index], where), where)
+            ends.append(len(messages))
+        check_sequence(messages)
+        same_tools = next((held for held in self._remembered if held.tools_raw == tools_raw), None)
+        if tools_raw is None:
+            tools: tuple[Tool, ...] = ()
+        elif same_tools is not None:
+            tools = same_tools.tools
+        else:
+            tools = parse_all_tools(_decode(tools_raw, "tools"))
+        return Request(tuple(messages), tools, raws, tuple(ends), tools_raw, parse)
+
+    def _recall(self, raws: tuple[bytes, ...], parse: Parse) -> tuple[Request | None, int]:
+        """The remembered request that shares most leading messages with `raws`, and how many."""
+        best, most = None, 0
+        for held in self._remembered:
+            if held.parse is not parse:
+                continue
+            same = len(held.raws)
+            if raws[:same] != held.raws:
+                pairs = zip(held.raws, raws, strict=False)
+                same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(same, len(raws)))
+            if same > most:
+                best, most = held, same
+        return best, most
+
+    def prepare(self, request: Request, asked: Mapping[str, Any] | None = None) -> PreparedTurn:
         """plan, render and assemble in one go (a server may render a long delta off its event loop instead)."""
-        plan = self.plan(messages, tools)
+        plan = self.plan(request, asked)
         return self.assemble(plan, self.render(plan))
 
-    def plan(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Plan:
-        """Check that the request continues this session; refuse with the place where it does not."""
+    def plan(self, request: Request, asked: Mapping[str, Any] | None = None) -> Plan:
+        """Find what the request continues; refuse with the place where it does not fit.
+
+        `asked` holds the sampling parameters the client named, under their names in `Sampling`.
+        """
         self._require_open()
-        if not self.turns:
-            return Plan(self.epoch, 0, messages, tools, messages, first=True, rollback=False)
-        if tools != self.tools:
+        head = self.head if self.linear else None
+        if head is not None and head.cut:
+            self.requests_after_cut += 1
+            raise _cut(head)
+        sampling, differs = self._sampling(asked or {})
+        if head is not None and request.tools != head.tools:
             raise SessionRefusal(
                 Refusal.TOOLS_CHANGED,
-                f"tools changed after turn {len(self.turns)}: had {[t.name for t in self.tools]}, got "
-                f"{[t.name for t in tools]} (names or parameters differ); send the same tools every turn",
+                f"tools changed after turn {head.index + 1}: had {[t.name for t in head.tools]}, got "
+                f"{[t.name for t in request.tools]} (names or definitions differ); send the same tools every turn",
             )
-        last = self.turns[-1]
-        if last.cut:
-            raise SessionRefusal(
-                Refusal.CUT_TURN,
-                f"turn {len(self.turns)} was cut by length after {last.sampled} tokens; the session cannot be extended",
-            )
-        held = len(self.messages)
-        if messages == tuple(self.messages[: last.messages_before]):
-            return Plan(self.epoch, last.prompt_end, messages, tools, (), first=False, rollback=True)
-        if len(messages) > held and messages[:held] == tuple(self.messages):
-            new = messages[held:]
-            for index, message in enumerate(new, start=held):
-                if message.role not in ("user", "tool"):
-                    raise SessionRefusal(
-                        Refusal.BAD_HISTORY,
-                        f"messages[{index}] is a new {message.role} message; after a reply send tool or user messages",
-                    )
-            return Plan(self.epoch, last.end, messages, tools, new, first=False, rollback=False)
-        raise SessionRefusal(Refusal.BAD_HISTORY, self._divergence(messages))
+        base, repeats, loose = self._place(request, head)
+        messages = request.messages
+        on_path = path(self.turns, base)
+        stored = history(on_path) + (list(repeats.new_messages) if repeats is not None else [])
+        return Plan(
+            epoch=self.epoch,
+            base=base,
+            repeats=repeats,
+            request=request,
+            messages=(*stored, *messages[len(stored) :]),
+            new_messages=messages[len(stored) :] if repeats is None else repeats.new_messages,
+            sampling=sampling,
+            asked=differs,
+            loose=loose,
+        )
+
+    def _place(self, request: Request, head: Turn | None) -> tuple[Turn | None, Turn | None, tuple[Match, ...]]:
+        """(base, repeats, loose matches) of a request that may be answered."""
+        if head is None:
+            roots = [turn for turn in self._children.get(None, ()) if turn.tools == request.tools]
+            place = locate(roots, self._children_of, request.messages, self._matcher)
+        else:
+            line = path(self.turns, head)
+            after = {turn.parent: (turn,) for turn in line}
+            place = locate(after[None], lambda turn: after.get(turn.index, ()), request.messages, self._matcher)
+        base, repeats = place.base, place.repeats
+        if repeats is not None:
+            base = None if repeats.parent is None else self.turns[repeats.parent]
+        if head is not None and not (repeats is head or base is head or (base and base.index == head.parent)):
+            raise SessionRefusal(Refusal.BAD_HISTORY, self._divergence(head, request.messages))
+        if base is None or repeats is not None:
+            return base, repeats, place.loose
+        if base.cut:
+            self.requests_after_cut += 1
+            raise _cut(base)
+        wrong = next(
+            (i for i in range(base.request_end + 1, len(request.messages)) if not self._appends(request.messages[i])),
+            None,
+        )
+        if wrong is None:
+            return base, None, place.loose
+        if head is None:
+            return None, None, ()
+        if base is not head:
+            raise SessionRefusal(Refusal.BAD_HISTORY, self._divergence(head, request.messages))
+        roles = " or ".join(sorted(self._template.appended_roles))
+        raise SessionRefusal(
+            Refusal.BAD_HISTORY,
+            f"messages[{wrong}] is a new {request.messages[wrong].role} message; after a reply send {roles} messages",
+        )
+
+    def _children_of(self, turn: Turn) -> list[Turn]:
+        return self._children.get(turn.index, [])
+
+    def _appends(self, message: Message) -> bool:
+        return message.role in self._template.appended_roles
+
+    def _sampling(self, asked: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
+        """The parameters to sample with, and the names of those that were asked for and are not the session's."""
+        pinned = self.spec.sampling
+        differs = {k: v for k, v in asked.items() if v is not None and v != getattr(pinned, k)}
+        if not differs or self.spec.sampling_policy is SamplingPolicy.PIN:
+            return pinned, tuple(differs)
+        if self.spec.sampling_policy is SamplingPolicy.REFUSE:
+            told = ", ".join(f"{k} {str(v)[:40]} (it is {getattr(pinned, k)})" for k, v in differs.items())
+            raise SessionRefusal(Refusal.PARAMS, f"this session's sampling parameters are fixed: {told}")
+        for name, value in differs.items():
+            allowed = _ALLOWED[name]
+            if isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else int | float):
+                raise SessionRefusal(Refusal.PARAMS, f"{name} {str(value)[:40]!r} is not a number it can have")
+            if not allowed(value):
+                raise SessionRefusal(Refusal.PARAMS, f"{name} {value} is out of range")
+        limit = min(differs.get("max_new_tokens", pinned.max_new_tokens), pinned.max_new_tokens)
+        return replace(pinned, **{**differs, "max_new_tokens": limit}), tuple(differs)
 
     def render(self, plan: Plan) -> np.ndarray:
-        """Ids of what the plan adds; reads nothing of the session that changes, so it may run in a thread."""
-        if plan.first:
-            return self._template.render_prompt(plan.messages, plan.tools)
-        if plan.rollback:
-            return np.zeros(0, dtype=np.int32)
-        return self._template.render_delta(self._template.stop_ids[0], plan.new_messages)
+        """Ids int32 of what the plan adds; reads nothing of the session that changes, so it may run in a thread."""
+        if plan.repeats is not None:
+            return plan.repeats.delta
+        thinking = self.spec.thinking
+        if plan.base is None:
+            return self._template.render_prompt(plan.messages, plan.request.tools, thinking)
+        return self._template.render_delta(int(plan.base.ids[-1]), plan.new_messages, thinking)
 
     def assemble(self, plan: Plan, delta_ids: np.ndarray) -> PreparedTurn:
         """The ids to send for a plan made on this epoch; refuses what does not fit the length or the byte budget."""
+        self._require_open()
         self._require_epoch(plan.epoch)
-        total = plan.base + len(delta_ids)
+        total = plan.held + len(delta_ids)
         room = self.spec.max_seq_len - total
         if room <= 0:
             raise SessionRefusal(
                 Refusal.LENGTH,
                 f"the prompt has {total} tokens and max_seq_len is {self.spec.max_seq_len}: no room to reply",
             )
-        max_new = min(self.spec.sampling.max_new_tokens, room)
-        grown = sum(message.held_bytes() for message in plan.new_messages)
-        grown += 2 * _TOKEN_BYTES * (len(delta_ids) + max_new)  # doubling keeps up to twice what is used
+        max_new = min(plan.sampling.max_new_tokens, room)
+        added = len(delta_ids) + max_new
+        grown = TURN_BYTES + added * (_TOKEN_BYTES + (self._routing.row_bytes if self._routing else 0))
+        grown += sum(message.held_bytes() for message in plan.new_messages)
         if self.held_bytes + grown > self._budget_bytes:
             raise SessionRefusal(
                 Refusal.OVER_BUDGET,
                 f"session holds {self.held_bytes} bytes, this turn may add {grown}; the budget is {self._budget_bytes}",
             )
-        input_ids = np.concatenate([self.tokens.view[: plan.base], delta_ids])
-        return PreparedTurn(self.epoch, input_ids, max_new, plan)
+        input_ids = np.concatenate([*(turn.ids for turn in path(self.turns, plan.base)), delta_ids])
+        input_ids.flags.writeable = False
+        routing_from = None if self._routing is None else max(plan.held - 1, 0)
+        return PreparedTurn(self.epoch, input_ids, max_new, plan.sampling, routing_from, plan)
 
-    def commit(self, prepared: PreparedTurn, completion: Completion, ignored_params: tuple[str, ...] = ()) -> Turn:
-        """Record the turn. Everything is checked first: a refusal leaves the session as it was."""
-        if self.closed or prepared.epoch != self.epoch:
-            self.lost_race_tokens += len(completion.output_ids)  # sampled, and kept in no history
+    def commit(self, prepared: PreparedTurn, completion: Completion, ignored_params: Sequence[str] = ()) -> Turn:
+        """Record the turn. Everything is checked first: a refusal leaves the turns as they were.
+
+        A linear request that lost its race is refused (`lost_race`), and what was sampled for it is counted.
+        """
         self._require_open()
-        self._require_epoch(prepared.epoch)
         self._check(prepared, completion)
+        if self.linear and prepared.epoch != self.epoch:
+            self._count_lost(len(completion.output_ids))
+        self._require_epoch(prepared.epoch)
+        turn = self._turn(prepared, completion)
+        self._record(prepared.plan, turn)
+        ignored = list(ignored_params)
+        if self.spec.sampling_policy is SamplingPolicy.PIN:
+            ignored += prepared.plan.asked
+        else:
+            _count(self.recorded_params, prepared.plan.asked)
+        _count(self.ignored_params, ignored)
+        return turn
+
+    def _count_lost(self, sampled: int) -> None:
+        self.sampled_tokens += sampled
+        if self.head is not None and self.head.cut:
+            self.after_truncation_tokens += sampled
+        else:
+            self.duplicate_tokens += sampled
+
+    def _turn(self, prepared: PreparedTurn, completion: Completion) -> Turn:
         plan = prepared.plan
-        parsed = self._template.parse_assistant(completion.output_ids, plan.tools)
+        parsed = self._template.parse_assistant(completion.output_ids, plan.request.tools, self.spec.thinking)
         calls = tuple(
             ToolCall.make(f"call_{self.epoch}_{i}", call.name, call.arguments)
             for i, call in enumerate(parsed.tool_calls)
         )
-        start = len(prepared.input_ids)
-        hasher = digest_ids(prepared.input_ids)
-        prompt_digest = hasher.digest()
+        reply = Message("assistant", parsed.content, tool_calls=calls, reasoning=parsed.reasoning)
         cut = completion.finish_reason == "length"
-        turn = Turn(
-            prompt_end=start,
-            end=start + len(completion.output_ids),
-            messages_before=len(plan.messages),
+        errors = 0 if cut else parsed.format_errors  # a call cut in half is the limit's fault
+        at = len(prepared.input_ids)
+        ids = np.concatenate([prepared.input_ids[plan.held :], completion.output_ids])
+        logprobs = completion.logprobs.copy()
+        routing = None if completion.routing is None or self._routing is None else completion.routing.view()
+        for array in (ids, logprobs, routing):
+            if array is not None:
+                array.flags.writeable = False
+        sent = chain_digest(b"" if plan.base is None else plan.base.end_digest, prepared.input_ids[plan.held :])
+        return Turn(
+            index=len(self.turns),
+            parent=None if plan.base is None else plan.base.index,
+            start=plan.held,
+            prompt_end=at,
+            end=at + len(completion.output_ids),
+            ids=ids,
+            logprobs=logprobs,
+            spans=tuple((at + a, at + b, version) for a, b, version in completion.spans),
             finish_reason=completion.finish_reason,
-            spans=tuple((start + a, start + b, version) for a, b, version in completion.spans),
-            prompt_digest=prompt_digest,
-            end_digest=digest_ids(completion.output_ids, hasher).digest(),
-            reply=Message("assistant", parsed.content, tool_calls=calls),
-            format_errors=0 if cut else parsed.format_errors,  # a call cut in half is the limit's fault
+            prompt_digest=sent,
+            end_digest=chain_digest(sent, completion.output_ids),
+            request_end=len(plan.messages),
+            new_messages=plan.new_messages,
+            reply=reply,
+            tools=plan.request.tools,
+            format_errors=errors,
+            canonical=Canonical.CUT if cut else self._spelling(reply, completion.output_ids, errors),
             cached_tokens=completion.cached_tokens,
+            routing=routing,
+            retractions=completion.retractions,
+            sampling=plan.sampling,
+            sampling_differs=replace(plan.sampling, max_new_tokens=0) != replace(self.spec.sampling, max_new_tokens=0),
+            loose=plan.loose,
+            worker=completion.worker,
         )
-        self._record(prepared, completion, turn)
-        self._count_ignored(ignored_params)
-        return turn
 
-    def close(self) -> None:
-        """After this nothing is recorded, also not what is in flight."""
-        self.closed = True
-        self.epoch += 1
-
-    def describe(self) -> dict[str, Any]:
-        """Records and metadata for a person or a task; no ids and no message text."""
-        return {
-            "session_id": self.session_id,
-            "attempt_id": self.spec.attempt_id,
-            "group_id": self.spec.group_id,
-            "task_id": self.spec.task_id,
-            "expected_weight_version": self.spec.expected_weight_version,
-            "max_seq_len": self.spec.max_seq_len,
-            "epoch": self.epoch,
-            "tokens": self.tokens.length,
-            "sampled_tokens": self.sampled_tokens,
-            "prefix_break_tokens": self.prefix_break_tokens,
-            "lost_race_tokens": self.lost_race_tokens,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "rollbacks": self.rollbacks,
-            "held_bytes": self.held_bytes,
-            "cut": bool(self.turns and self.turns[-1].cut),
-            "format_errors": sum(turn.format_errors for turn in self.turns),
-            "ignored_params": dict(self.ignored_params),
-            "turns": [
-                {
-                    "prompt_tokens": turn.prompt_end,
-                    "sampled_tokens": turn.sampled,
-                    "cached_tokens": turn.cached_tokens,
-                    "finish_reason": turn.finish_reason,
-                    "tool_calls": len(turn.reply.tool_calls),
-                    "format_errors": turn.format_errors,
-                    "weight_versions": sorted({version for _a, _b, version in turn.spans}),
-                }
-                for turn in self.turns
-            ],
-        }
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise SessionRefusal(Refusal.NOT_FOUND, f"session {self.session_id} was deleted or has expired")
-
-    def _require_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            raise SessionRefusal(
-                Refusal.LOST_RACE,
-                f"another request was recorded first (epoch {self.epoch}, this one was prepared on {epoch}); "
-                "nothing of this one is kept",
-            )
-
-    def _divergence(self, messages: tuple[Message, ...]) -> str:
-        for index, (got, held) in enumerate(zip(messages, self.messages, strict=False)):
-            if got != held:
-                field = next(
-                    name
-                    for name in ("role", "content", "tool_calls", "tool_call_id")
-                    if getattr(got, name) != getattr(held, name)
-                )
-                return (
-                    f"messages[{index}].{field} ({got.role}) differs from what this session holds ({held.role}); "
-                    "a linear session only extends, or resends its last request unchanged"
-                )
-        return (
-            f"history ends after {len(messages)} messages, the session holds {len(self.messages)} and can only go back "
-            f"to {self.turns[-1].messages_before} (its last request)"
-        )
+    def _spelling(self, reply: Message, ids: np.ndarray, format_errors: int) -> Canonical:
+        if format_errors:
+            return Canonical.UNPARSED
+        try:
+            own = self._template.render_reply(reply, self.spec.thinking)
+        except BadInput:  # the template itself would not say it
+            return Canonical.RESPELLED
+        if np.array_equal(ids[:-1], own[:-1]):
+            return Canonical.EXACT if ids[-1] == own[-1] else Canonical.BOUNDARY
+        same_text = self._template.decode(ids[:-1]) == self._template.decode(own[:-1])
+        return Canonical.RETOKENISED if same_text else Canonical.RESPELLED
 
     def _check(self, prepared: PreparedTurn, completion: Completion) -> None:
         ids, logprobs = completion.output_ids, completion.logprobs
@@ -355,15 +366,14 @@ class Session:
             raise _bad(f"ids span {ids.min()} to {ids.max()}, the vocabulary has {self._template.vocab_size}")
         if not np.isfinite(logprobs).all() or float(logprobs.max()) > _POSITIVE_LOGPROB:
             raise _bad(f"log-probs span {logprobs.min()} to {logprobs.max()}, expected finite and at most 0")
-        ends = np.flatnonzero(ids == self._template.stop_ids[0])
+        stops = self._template.stop_ids
+        ends = np.flatnonzero(np.isin(ids, stops))
         if completion.finish_reason == "stop":
             if ends.tolist() != [len(ids) - 1]:
-                raise _bad(
-                    f"finish_reason stop with last id {ids[-1]}, expected end of turn {self._template.stop_ids[0]} once"
-                )
+                raise _bad(f"finish_reason stop with last id {ids[-1]}, expected one end of turn {list(stops)} there")
         elif completion.finish_reason == "length":
             if len(ends):
-                raise _bad(f"finish_reason length but the end of turn {self._template.stop_ids[0]} is at {ends[0]}")
+                raise _bad(f"finish_reason length but the end of turn {ids[ends[0]]} is at {ends[0]}")
         else:
             raise _bad(f"finish_reason {completion.finish_reason!r}, expected stop or length")
         edge = 0
@@ -379,37 +389,134 @@ class Session:
                 )
         if edge != len(ids):
             raise _bad(f"weight version spans cover {edge} of {len(ids)} tokens")
+        if self._routing is not None and prepared.routing_from is not None:
+            rows = len(prepared.input_ids) + len(ids) - 1 - prepared.routing_from
+            check_rows(completion.routing, self._routing, rows)
 
-    def _record(self, prepared: PreparedTurn, completion: Completion, turn: Turn) -> None:
-        plan = prepared.plan
-        if plan.rollback:
-            gone = self.turns.pop()
-            self.rollbacks += 1
-            self.prefix_break_tokens += gone.sampled
-            self._message_bytes -= gone.reply.held_bytes()
-            del self.messages[gone.messages_before :]
-        for buffer in (self.tokens, self.logprobs, self.mask):
-            buffer.truncate(plan.base)
-        delta = prepared.input_ids[plan.base :]
-        self.tokens.append(delta)
-        self.logprobs.append(np.zeros(len(delta), dtype=np.float32))
-        self.mask.append(np.zeros(len(delta), dtype=np.uint8))
-        self.tokens.append(completion.output_ids)
-        self.logprobs.append(completion.logprobs)
-        self.mask.append(np.ones(turn.sampled, dtype=np.uint8))
-        self.messages.extend([*plan.new_messages, turn.reply])
-        self._message_bytes += sum(message.held_bytes() for message in (*plan.new_messages, turn.reply))
-        self.tools = plan.tools
+    def _record(self, plan: Plan, turn: Turn) -> None:
         self.turns.append(turn)
+        self._children.setdefault(turn.parent, []).append(turn)
+        if plan.request.raws:
+            self._remembered.appendleft(replace(plan.request, messages=plan.messages))
+            self._raw_bytes = sum(sum(map(len, request.raws)) for request in self._remembered)
+        self._turn_bytes += turn.held_bytes()
         self.sampled_tokens += turn.sampled
-        self.prompt_tokens += turn.prompt_end
-        self.cached_tokens += turn.cached_tokens
         self.epoch += 1
 
-    def _count_ignored(self, names: tuple[str, ...]) -> None:
-        for name in names:
-            known = name in self.ignored_params or len(self.ignored_params) < 32
-            self.ignored_params[name if known else "other"] += 1
+    def seal(self) -> None:
+        """No more turns: what is merged from now on stays the same. Safe to call again."""
+        self._require_exists()
+        self.sealed = True
+
+    def close(self) -> None:
+        """After this nothing is recorded, also not what is in flight."""
+        self.closed = True
+        self.epoch += 1
+
+    def describe(self) -> dict[str, Any]:
+        """Records and metadata for a person or a task; no ids and no message text."""
+        turns = self.turns
+        return {
+            "session_id": self.session_id,
+            "attempt_id": self.spec.attempt_id,
+            "group_id": self.spec.group_id,
+            "task_id": self.spec.task_id,
+            "expected_weight_version": self.spec.expected_weight_version,
+            "max_seq_len": self.spec.max_seq_len,
+            "mode": str(self.spec.mode),
+            "epoch": self.epoch,
+            "sealed": self.sealed,
+            "tokens": turns[-1].end if turns else 0,
+            "leaves": sum(turn.index not in self._children for turn in turns),
+            "sampled_tokens": self.sampled_tokens,
+            "duplicate_tokens": self.duplicate_tokens,
+            "after_truncation_tokens": self.after_truncation_tokens,
+            "prompt_tokens": sum(turn.prompt_end for turn in turns),
+            "cached_tokens": sum(turn.cached_tokens for turn in turns),
+            "reprefilled_rows": sum(turn.reprefilled_rows for turn in turns),
+            "requests_after_cut": self.requests_after_cut,
+            "held_bytes": self.held_bytes,
+            "cut": bool(turns and turns[-1].cut),
+            "format_errors": sum(turn.format_errors for turn in turns),
+            "canonical": dict(Counter(str(turn.canonical) for turn in turns)),
+            "loose_matches": dict(Counter(str(match) for turn in turns for match in turn.loose)),
+            "ignored_params": dict(self.ignored_params),
+            "recorded_params": dict(self.recorded_params),
+            "sampling_differs": sum(turn.sampling_differs for turn in turns),
+            "turns": [_describe(turn) for turn in turns],
+        }
+
+    def _require_exists(self) -> None:
+        if self.closed:
+            raise SessionRefusal(Refusal.NOT_FOUND, f"session {self.session_id} was deleted or has expired")
+
+    def _require_open(self) -> None:
+        self._require_exists()
+        if self.sealed:
+            raise SessionRefusal(Refusal.SEALED, f"session {self.session_id} is sealed: its samples are being stored")
+
+    def _require_epoch(self, epoch: int) -> None:
+        if self.linear and epoch != self.epoch:
+            raise SessionRefusal(
+                Refusal.LOST_RACE,
+                f"another request was recorded first (epoch {self.epoch}, this one was prepared on {epoch}); "
+                "nothing of this one is kept",
+            )
+
+    def _divergence(self, head: Turn, messages: tuple[Message, ...]) -> str:
+        held = history(path(self.turns, head))
+        found = difference(held, messages, self._matcher)
+        if found is not None:
+            return f"{found}; a linear session only extends, repeats its last request or goes one turn back"
+        return (
+            f"history ends after {len(messages)} messages, the session holds {len(held)} and can only go back to "
+            f"{head.request_end} (its last request)"
+        )
+
+
+_WHOLE = frozenset({"top_k", "max_new_tokens"})
+_ALLOWED: dict[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: 0.0 <= value <= 2.0,
+    "top_p": lambda value: 0.0 < value <= 1.0,
+    "top_k": lambda value: value == -1 or 1 <= value <= 1 << 30,
+    "max_new_tokens": lambda value: value >= 1,
+}
+
+
+def _describe(turn: Turn) -> dict[str, Any]:
+    return {
+        "parent": turn.parent,
+        "prompt_tokens": turn.prompt_end,
+        "sampled_tokens": turn.sampled,
+        "cached_tokens": turn.cached_tokens,
+        "finish_reason": turn.finish_reason,
+        "tool_calls": len(turn.reply.tool_calls),
+        "format_errors": turn.format_errors,
+        "canonical": str(turn.canonical),
+        "weight_versions": sorted({version for _a, _b, version in turn.spans}),
+        "retractions": turn.retractions,
+        "worker": turn.worker,
+    }
+
+
+def _count(counter: Counter[str], names: Sequence[str]) -> None:
+    for name in names:
+        known = name in counter or len(counter) < _NAMES_KEPT
+        counter[name if known else "other"] += 1
+
+
+def _decode(raw: bytes, where: str) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise SessionRefusal(Refusal.BAD_BODY, f"{where}: is not JSON: {error}") from None
+
+
+def _cut(turn: Turn) -> SessionRefusal:
+    return SessionRefusal(
+        Refusal.CUT_TURN,
+        f"turn {turn.index + 1} was cut by length after {turn.sampled} tokens; it cannot be extended",
+    )
 
 
 def _bad(problem: str) -> SessionRefusal:

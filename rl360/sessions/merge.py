@@ -1,111 +1,171 @@
-"""One session to one training sample, with every sampled token accounted for.
+"""One session to training samples, with every sampled token accounted for.
 
-`snapshot` copies what is needed (cheap, on the owner's event loop); `merge` then checks and cuts, anywhere:
-- full prefix check: one running digest over the merged ids must meet every turn's digest of the ids it *sent*, and of
-  those plus what it sampled; a held id that changed after it was sent refuses the merge;
-- mask 1 exactly on sampled ids, log-probs 0 elsewhere, version spans over the sampled ids;
-- a turn cut by length stays; sampled ids after it are dropped and counted (`after_truncation`);
-- sampled = mask sum + dropped, or the merge is refused.
+`snapshot` is cheap (turns never change); `merge` then checks and joins, anywhere, one sample a kept leaf:
+- full prefix check: from the root on, each turn's digests must follow from its parent's digest and the ids it holds: of
+  what was *sent*, and of that plus what was sampled; ids that changed after they were sent refuse the merge;
+- mask 1 exactly on sampled ids, and each completion under the mask of one leaf only, the first that holds it;
+- rows of routed experts stay the pieces they came in; they are joined when they are written;
+- what no kept leaf holds is counted (`prefix_break`), as is what was sampled for requests that lost (`duplicate`) or
+  came after a cut (`after_truncation`): sampled = under a mask + counted, or the merge is refused.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
 from rl360.errors import CorruptObject
-from rl360.sessions.core import Session, SessionSpec, Turn, digest_ids
+from rl360.sessions.core import Session
+from rl360.sessions.history import path
 from rl360.sessions.refusals import Refusal, SessionRefusal
+from rl360.sessions.routing import rows_written
 from rl360.sessions.sample import MergedSample
+from rl360.sessions.turns import SessionMode, SessionSpec, Turn, chain_digest
+
+
+class Pick(StrEnum):
+    """Which leaves of a tree become samples. A linear session has one: the path of its last turn."""
+
+    LAST = "last"  # the path of the latest turn
+    ROOTS = "roots"  # of each root the latest leaf
+    ALL = "all"
 
 
 @dataclass(frozen=True)
 class SessionSnapshot:
-    """A session at one epoch, detached from it. Arrays are `[tokens]`."""
+    """A session at one epoch, detached from it."""
 
     session_id: str
     spec: SessionSpec
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    mask: np.ndarray
     turns: tuple[Turn, ...]
     sampled_tokens: int
-    prefix_break_tokens: int
-    cached_tokens: int
-    prompt_tokens: int
+    duplicate_tokens: int
+    after_truncation_tokens: int
 
 
 def snapshot(session: Session) -> SessionSnapshot:
-    """Copy a session's arrays and records."""
+    """What merging needs; copies no array."""
     return SessionSnapshot(
         session_id=session.session_id,
         spec=session.spec,
-        tokens=session.tokens.view.copy(),
-        logprobs=session.logprobs.view.copy(),
-        mask=session.mask.view.copy(),
         turns=tuple(session.turns),
-        # a turn that lost its race was sampled too: its ids broke with the history that was recorded
-        sampled_tokens=session.sampled_tokens + session.lost_race_tokens,
-        prefix_break_tokens=session.prefix_break_tokens + session.lost_race_tokens,
-        cached_tokens=session.cached_tokens,
-        prompt_tokens=session.prompt_tokens,
+        sampled_tokens=session.sampled_tokens,
+        duplicate_tokens=session.duplicate_tokens,
+        after_truncation_tokens=session.after_truncation_tokens,
     )
 
 
-def merge(state: Session | SessionSnapshot) -> MergedSample:
-    """The sample of a session; `SessionRefusal(cannot_merge)` names what does not hold."""
-    held = snapshot(state) if isinstance(state, Session) else state
+def merge(held: SessionSnapshot, pick: Pick = Pick.LAST) -> tuple[MergedSample, ...]:
+    """The samples of a session, at least one; `SessionRefusal(cannot_merge)` names what does not hold."""
     if not held.turns:
         raise SessionRefusal(Refusal.CANNOT_MERGE, f"session {held.session_id} has no recorded turn")
-    _check_prefixes(held)
-    first_cut = next((i for i, turn in enumerate(held.turns) if turn.cut), len(held.turns) - 1)
-    kept = held.turns[: first_cut + 1]
-    end = kept[-1].end
-    sample = MergedSample(
-        attempt_id=held.spec.attempt_id,
-        group_id=held.spec.group_id,
-        task_id=held.spec.task_id,
-        session_id=held.session_id,
-        tokens=held.tokens[:end],
-        loss_mask=held.mask[:end],
-        logprobs=held.logprobs[:end],
-        version_spans=[span for turn in kept for span in turn.spans],
-        sampled_tokens=held.sampled_tokens,
-        after_truncation_tokens=sum(turn.sampled for turn in held.turns[first_cut + 1 :]),
-        prefix_break_tokens=held.prefix_break_tokens,
-        truncated=kept[-1].cut,
-        turns=len(kept),
-        cached_tokens=held.cached_tokens,
-        prompt_tokens=held.prompt_tokens,
-    )
+    pick = Pick.LAST if held.spec.mode is SessionMode.LINEAR else pick
+    paths = [path(held.turns, leaf) for leaf in _leaves(held.turns, pick)]
+    kept: set[int] = set()
+    owned = []
+    for line in paths:
+        owned.append([turn for turn in line if turn.index not in kept])
+        _check_prefix(held, line, kept)
+        kept.update(turn.index for turn in line)
+    left = [turn for turn in held.turns if turn.index not in kept]
+    samples = [
+        _sample(held, number, line, mine, left if number == 0 else [])
+        for number, (line, mine) in enumerate(zip(paths, owned, strict=True))
+    ]
+    total = sum(sample.sampled_tokens for sample in samples)
+    if total != held.sampled_tokens:
+        problem = f"its samples account for {total} tokens of the {held.sampled_tokens} sampled"
+        raise SessionRefusal(Refusal.CANNOT_MERGE, f"session {held.session_id}: {problem}")
     try:
-        return sample.check(f"session {held.session_id}")
+        return tuple(sample.check(f"session {held.session_id} leaf {sample.leaf}") for sample in samples)
     except CorruptObject as error:
         raise SessionRefusal(Refusal.CANNOT_MERGE, str(error)) from None
 
 
-def _check_prefixes(held: SessionSnapshot) -> None:
-    """Turns tile the ids, every digest is met, and the mask is 1 exactly inside the turns."""
-    hasher = digest_ids(held.tokens[:0])
-    mask = np.zeros_like(held.mask)
-    edge = 0
-    for number, turn in enumerate(held.turns, start=1):
-        if not edge <= turn.prompt_end < turn.end <= len(held.tokens):
-            raise _broken(
-                held, number, f"covers ids [{turn.prompt_end}, {turn.end}) of {len(held.tokens)} after {edge}"
-            )
-        digest_ids(held.tokens[edge : turn.prompt_end], hasher)
-        if hasher.digest() != turn.prompt_digest:
-            raise _broken(held, number, f"the first {turn.prompt_end} ids are not the ids it sent")
-        digest_ids(held.tokens[turn.prompt_end : turn.end], hasher)
-        if hasher.digest() != turn.end_digest:
-            raise _broken(held, number, f"ids [{turn.prompt_end}, {turn.end}) are not the ids it sampled")
+def _leaves(turns: tuple[Turn, ...], pick: Pick) -> list[Turn]:
+    if pick is Pick.LAST:
+        return [turns[-1]]
+    parents = {turn.parent for turn in turns}
+    leaves = [turn for turn in turns if turn.index not in parents]
+    if pick is Pick.ALL:
+        return leaves
+    root_of: dict[int, int] = {}
+    for turn in turns:  # parents come before their children
+        root_of[turn.index] = turn.index if turn.parent is None else root_of[turn.parent]
+    latest = {root_of[leaf.index]: leaf for leaf in leaves}
+    return list(latest.values())
+
+
+def _sample(held: SessionSnapshot, number: int, line: list[Turn], owned: list[Turn], left: list[Turn]) -> MergedSample:
+    """The sample of one path; `owned` of its turns train here, `left` are the turns in no sample, counted here."""
+    length = line[-1].end
+    tokens = np.concatenate([turn.ids for turn in line])
+    mask = np.zeros(length, dtype=np.uint8)
+    logprobs = np.zeros(length, dtype=np.float32)
+    for turn in owned:
         mask[turn.prompt_end : turn.end] = 1
-        edge = turn.end
-    if edge != len(held.tokens) or not np.array_equal(mask, held.mask):
-        raise _broken(held, len(held.turns), "the loss mask is not 1 exactly on the sampled ids")
+        logprobs[turn.prompt_end : turn.end] = turn.logprobs
+    pieces = tuple(turn.routing for turn in line if turn.routing is not None)
+    first = number == 0
+    prefix_break = sum(turn.sampled for turn in left)
+    after_truncation = held.after_truncation_tokens if first else 0
+    duplicate = held.duplicate_tokens if first else 0
+    counted = [*owned, *left]
+    return MergedSample(
+        attempt_id=held.spec.attempt_id,
+        group_id=held.spec.group_id,
+        task_id=held.spec.task_id,
+        session_id=held.session_id,
+        leaf=number,
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=logprobs,
+        version_spans=[span for turn in owned for span in turn.spans],
+        routing_pieces=pieces,
+        row_forward=_row_forward(line) if pieces else None,
+        sampled_tokens=sum(turn.sampled for turn in owned) + prefix_break + after_truncation + duplicate,
+        after_truncation_tokens=after_truncation,
+        prefix_break_tokens=prefix_break,
+        duplicate_tokens=duplicate,
+        truncated=line[-1].cut,
+        turns=len(line),
+        cached_tokens=sum(turn.cached_tokens for turn in counted),
+        prompt_tokens=sum(turn.prompt_end for turn in counted),
+        reprefilled_rows=sum(turn.reprefilled_rows for turn in counted),
+        sampling_differs=sum(turn.sampling_differs for turn in owned),
+        canonical=dict(Counter(str(turn.canonical) for turn in counted)),
+        matches=dict(Counter(str(match) for turn in counted for match in turn.loose)),
+    )
 
 
-def _broken(held: SessionSnapshot, number: int, problem: str) -> SessionRefusal:
-    return SessionRefusal(Refusal.CANNOT_MERGE, f"session {held.session_id} turn {number}: {problem}")
+def _row_forward(line: Sequence[Turn]) -> np.ndarray:
+    return np.concatenate(
+        [rows_written(turn.routing_from, turn.prompt_end, turn.end, turn.spans, turn.retractions) for turn in line]
+    )
+
+
+def _check_prefix(held: SessionSnapshot, line: list[Turn], checked: set[int]) -> None:
+    """Turns tile the context, nothing follows a cut, and every digest follows from the ids; `checked` turns did."""
+    before: Turn | None = None
+    for turn in line:
+        if turn.index not in checked:
+            start = 0 if before is None else before.end
+            ids = turn.ids
+            sent = turn.prompt_end - turn.start
+            if turn.start != start or not start <= turn.prompt_end < turn.end or len(ids) != turn.end - start:
+                raise _broken(held, turn, f"holds {len(ids)} ids for [{turn.start}, {turn.end}) after {start}")
+            if before is not None and before.cut:
+                raise _broken(held, turn, f"follows turn {before.index + 1}, which was cut by length")
+            if chain_digest(b"" if before is None else before.end_digest, ids[:sent]) != turn.prompt_digest:
+                raise _broken(held, turn, f"the first {turn.prompt_end} ids are not the ids it sent")
+            if chain_digest(turn.prompt_digest, ids[sent:]) != turn.end_digest:
+                raise _broken(held, turn, f"ids [{turn.prompt_end}, {turn.end}) are not the ids it sampled")
+        before = turn
+
+
+def _broken(held: SessionSnapshot, turn: Turn, problem: str) -> SessionRefusal:
+    return SessionRefusal(Refusal.CANNOT_MERGE, f"session {held.session_id} turn {turn.index + 1}: {problem}")

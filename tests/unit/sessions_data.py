@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rl360.sessions.core import Completion, Sampling, Session, SessionSpec
+from rl360.sessions.core import Session
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.families.registry import load_template
 from rl360.sessions.families.rl360_chat import SPECIALS, template_text
+from rl360.sessions.history import load_matcher
 from rl360.sessions.messages import Message, Tool, parse_tools
+from rl360.sessions.refusals import Refusal, SessionRefusal
+from rl360.sessions.routing import RoutingShape
+from rl360.sessions.turns import Completion, PreparedTurn, Request, Sampling, SessionSpec
 
 VERSION = "run:0"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=48)
@@ -44,6 +52,7 @@ EDIT_SCHEMA = {
 }
 TOOLS: tuple[Tool, ...] = parse_tools([BASH_SCHEMA, EDIT_SCHEMA])
 BASH: tuple[Tool, ...] = parse_tools([BASH_SCHEMA])
+SHAPE = RoutingShape(layers=3, top_k=2, experts=8)
 OPENING = (Message("system", "Use bash."), Message("user", "Create hello.txt"))
 
 
@@ -92,8 +101,30 @@ def spec(**changes: Any) -> SessionSpec:
     return SessionSpec(**{**fields, **changes})
 
 
-def new_session(budget_bytes: int = 1 << 20, **changes: Any) -> Session:
-    return Session("session-1", spec(**changes), template(), budget_bytes)
+def new_session(
+    budget_bytes: int = 1 << 20, *, routing: RoutingShape | None = None, matcher: str = "strict", **changes: Any
+) -> Session:
+    held = spec(matcher=matcher, **changes)
+    return Session("session-1", held, template(), budget_bytes, matcher=load_matcher(matcher), routing=routing)
+
+
+def request(messages: Sequence[Message], tools: tuple[Tool, ...] = BASH) -> Request:
+    """A request as if parsed from nowhere; `raw_request` makes one that a session reads."""
+    return Request(tuple(messages), tools)
+
+
+def to_raw(message: Message) -> bytes:
+    """The message as a client of the OpenAI format sends it."""
+    body: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        body["tool_calls"] = [call.to_openai() for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        body["tool_call_id"] = message.tool_call_id
+    return orjson.dumps(body)
+
+
+def raw_request(session: Session, messages: Sequence[Message], tools: Any = (BASH_SCHEMA,)) -> Request:
+    return session.read([to_raw(message) for message in messages], orjson.dumps(list(tools)))
 
 
 def encode_turn(text: str) -> list[int]:
@@ -125,20 +156,36 @@ def call_turn(command: str) -> str:
     return f"<tool_call>bash\n{command}</tool_call><|im_end|>"
 
 
-def state_of(session: Session) -> tuple[Any, ...]:
-    """Everything a refused request must leave alone."""
-    return (
-        session.epoch,
-        session.tokens.view.tolist(),
-        session.logprobs.view.tolist(),
-        session.mask.view.tolist(),
-        tuple(session.turns),
-        tuple(session.messages),
-        session.tools,
-        session.sampled_tokens,
-        session.prefix_break_tokens,
-        session.prompt_tokens,
-        session.rollbacks,
-        dict(session.ignored_params),
-        session.held_bytes,
-    )
+def rows_of(start: int, end: int, seed: int = 0) -> np.ndarray:
+    """Routed experts of positions [start, end) under `SHAPE`; a row names its position, so that a shift shows."""
+    at = np.arange(start, end)[:, None, None] * 7 + np.arange(3)[None, :, None] * 3 + np.arange(2)[None, None, :]
+    return ((at + seed) % SHAPE.experts).astype(SHAPE.dtype)
+
+
+def routed(prepared: PreparedTurn, answer: Completion, seed: int = 0) -> Completion:
+    """The answer with the rows of routed experts that were asked for."""
+    assert prepared.routing_from is not None
+    end = len(prepared.input_ids) + len(answer.output_ids)
+    return replace(answer, routing=rows_of(prepared.routing_from, end - 1, seed))
+
+
+def state_of(session: Session) -> dict[str, Any]:
+    """Everything a session holds, detached from it: what a refused request must leave alone."""
+    state = {}
+    for name, value in vars(session).items():
+        if isinstance(value, dict):
+            value = {key: list(item) if isinstance(item, list) else item for key, item in value.items()}
+        elif isinstance(value, list | deque):
+            value = list(value)
+        state[name] = value
+    contents = [(turn.ids.tobytes(), turn.logprobs.tobytes(), turn.new_messages, turn.reply) for turn in session.turns]
+    return {**state, "contents": contents, "held_bytes": session.held_bytes}
+
+
+def refused(session: Session, code: Refusal, match: str, call: Callable[[], Any], **counted: int) -> None:
+    """`call` is refused and changes nothing, except for what is `counted`: counter -> its growth."""
+    before = state_of(session)
+    with pytest.raises(SessionRefusal, match=match) as caught:
+        call()
+    assert caught.value.code is code
+    assert state_of(session) == {**before, **{name: before[name] + growth for name, growth in counted.items()}}

@@ -1,47 +1,76 @@
-"""One session without HTTP: what extends it, what is refused, and that a refusal changes nothing."""
+"""One session without HTTP: what continues it, what is refused, and that a refusal changes nothing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl360.sessions.core import GrowBuffer, Sampling, Session
-from rl360.sessions.merge import merge
-from rl360.sessions.messages import Message, ToolCall
-from rl360.sessions.refusals import Refusal, SessionRefusal
-from tests.unit.sessions_data import BASH, OPENING, TOOLS, call_turn, completion, encode_turn, new_session, state_of
+from rl360.sessions.core import Session
+from rl360.sessions.families.base import ChatTemplate
+from rl360.sessions.families.rl360_chat import FAMILY, SPECIALS
+from rl360.sessions.merge import merge, snapshot
+from rl360.sessions.messages import Message, ToolCall, openai_message
+from rl360.sessions.refusals import Refusal
+from rl360.sessions.routing import RoutingShape
+from rl360.sessions.turns import Canonical, Sampling, SamplingPolicy, SessionMode, Turn
+from tests.unit.sessions_data import (
+    BASH,
+    OPENING,
+    SHAPE,
+    TOOLS,
+    build_tokenizer,
+    call_turn,
+    completion,
+    encode_turn,
+    new_session,
+    raw_request,
+    refused,
+    request,
+    routed,
+    rows_of,
+    spec,
+    template,
+    to_raw,
+)
+
+History = tuple[Message, ...]
 
 
-def _refused(session: Session, code: Refusal, match: str, call: Any) -> None:
-    before = state_of(session)
-    with pytest.raises(SessionRefusal, match=match) as caught:
-        call()
-    assert caught.value.code is code
-    assert state_of(session) == before
-
-
-def _turn(session: Session, messages: tuple[Message, ...], text: str, **changes: Any) -> tuple[Message, ...]:
-    """Run one turn; returns the history the agent now holds."""
-    turn = session.commit(session.prepare(messages, BASH), completion(text, **changes))
+def take(session: Session, messages: History, text: str = "done<|im_end|>", **changes: Any) -> History:
+    """Run one turn; the history the agent now holds."""
+    turn = session.commit(session.prepare(request(messages)), completion(text, **changes))
     return (*messages, turn.reply)
 
 
-def _two_turns() -> tuple[Session, tuple[Message, ...]]:
-    session = new_session()
-    history = _turn(session, OPENING, call_turn("ls"))
-    return session, _turn(session, (*history, Message("tool", "a.txt")), "done<|im_end|>")
+def told(history: History, text: str = "a.txt") -> History:
+    return (*history, Message("tool", text))
+
+
+def two_turns(**changes: Any) -> tuple[Session, History]:
+    session = new_session(**changes)
+    return session, take(session, told(take(session, OPENING, call_turn("ls"))))
+
+
+def context(session: Session, turn: Turn | None = None) -> list[int]:
+    """The ids on the path of a turn, joined by hand."""
+    turn = session.turns[-1] if turn is None else turn
+    before = [] if turn.parent is None else context(session, session.turns[turn.parent])
+    return before + turn.ids.tolist()
+
+
+# --- linear sessions ---
 
 
 def test_the_engine_sees_the_ids_it_sampled() -> None:
     session = new_session()
-    history = _turn(session, OPENING, call_turn("ls"))
-    first = session.tokens.view.tolist()
-    prepared = session.prepare((*history, Message("tool", "a.txt")), BASH)
-    assert prepared.input_ids[: len(first)].tolist() == first
+    history = take(session, OPENING, call_turn("ls"))
+    first = context(session)
+    prepared = session.prepare(request(told(history)))
     tail = encode_turn("<|im_start|>tool\na.txt<|im_end|><|im_start|>assistant\n")
-    assert prepared.input_ids[len(first) :].tolist() == tail
+    assert prepared.input_ids.tolist() == first + tail
     assert history[-1].tool_calls[0].arguments == '{"command":"ls"}'
 
 
@@ -51,27 +80,35 @@ def test_ids_are_kept_even_where_text_would_encode_otherwise() -> None:
     assert len(encode_turn("done")) < 4
     ids = np.array(split, dtype=np.int32)
     odd = completion(output_ids=ids, logprobs=-np.ones(5, dtype=np.float32), spans=((0, 5, "run:0"),))
-    turn = session.commit(session.prepare(OPENING, ()), odd)
-    again = session.prepare((*OPENING, turn.reply, Message("user", "more")), ())
+    turn = session.commit(session.prepare(request(OPENING, ())), odd)
+    again = session.prepare(request((*OPENING, turn.reply, Message("user", "more")), ()))
     assert again.input_ids[turn.prompt_end : turn.end].tolist() == split
+    assert turn.canonical is Canonical.RETOKENISED
+
+
+def test_what_is_held_cannot_be_written_to() -> None:
+    session, history = two_turns()
+    answer = completion()
+    prepared = session.prepare(request(told(history)))
+    turn = session.commit(prepared, answer)
+    for array in (turn.ids, turn.logprobs, prepared.input_ids):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+    answer.output_ids[:], answer.logprobs[:] = 0, -9  # the caller's arrays are its own
+    assert turn.ids[turn.prompt_end - turn.start :].tolist() == encode_turn("done<|im_end|>")
+    assert turn.logprobs[0] == -1
 
 
 def test_history_compares_by_meaning() -> None:
     session = new_session()
-    history = _turn(session, OPENING, call_turn('echo "é" > a'))
+    history = take(session, OPENING, call_turn('echo "é" > a'))
     call = history[-1].tool_calls[0]
     echoed = Message("assistant", "", (ToolCall.make(call.id, "bash", {"command": 'echo "é" > a'}),))
-    assert session.plan((*OPENING, echoed, Message("tool", "ok")), BASH).base == session.turns[-1].end
-
-
-def test_tool_arguments_compare_as_values() -> None:
-    one = ToolCall.make("c", "edit", {"path": "p", "text": "t"})
-    assert one == ToolCall.make("c", "edit", {"text": "t", "path": "p"})
-    assert one != ToolCall.make("c", "edit", {"text": "t", "path": "q"})
+    assert session.plan(request(told((*OPENING, echoed)))).base is session.turns[-1]
 
 
 def test_divergence_names_the_place() -> None:
-    session, history = _two_turns()
+    session, history = two_turns()
     more = Message("user", "again")
     cases = [
         ((Message("system", "Use sh."), *history[1:], more), r"messages\[0\].content \(system\) differs"),
@@ -81,87 +118,172 @@ def test_divergence_names_the_place() -> None:
         ((*history[:2], Message("assistant", "", ()), *history[3:], more), r"messages\[2\].tool_calls"),
         (OPENING, "history ends after 2 messages, the session holds 5 and can only go back to 4"),
         ((*history, Message("assistant", "x"), more), r"messages\[5\] is a new assistant message"),
+        ((*history[:4], more, Message("assistant", "x"), more), r"messages\[4\].role \(user\) differs"),
     ]
     for messages, match in cases:
-        _refused(session, Refusal.BAD_HISTORY, match, lambda m=messages: session.prepare(m, BASH))
+        refused(session, Refusal.BAD_HISTORY, match, lambda m=messages: session.prepare(request(m)))
 
 
-def test_resending_the_last_request_regenerates_one_turn() -> None:
-    session, history = _two_turns()
-    length, gone = session.tokens.length, session.turns[-1].sampled
-    prepared = session.prepare(history[:-1], BASH)
-    assert prepared.plan.rollback
-    assert prepared.input_ids.tolist() == session.tokens.view[: session.turns[-1].prompt_end].tolist()
+def test_resending_the_last_request_samples_it_again() -> None:
+    session, history = two_turns()
+    gone = session.turns[-1]
+    prepared = session.prepare(request(history[:-1]))
+    assert prepared.plan.repeats is gone
+    assert prepared.input_ids.tolist() == context(session)[: gone.prompt_end]
+    turn = session.commit(prepared, completion("ok<|im_end|>"))
+    assert (turn.parent, turn.reply.content) == (gone.parent, "ok")
+    (sample,) = merge(snapshot(session))
+    assert (sample.prefix_break_tokens, sample.turns) == (gone.sampled, 2)
+    assert sample.sampled_tokens == int(sample.loss_mask.sum()) + gone.sampled
+    assert sample.tokens.tolist() == context(session)
+    # the turn left behind is not continued, and nothing goes back two turns
+    left = told(history, "more")
+    refused(session, Refusal.BAD_HISTORY, r"messages\[4\].content", lambda: session.prepare(request(left)))
+    refused(session, Refusal.BAD_HISTORY, "can only go back to 4", lambda: session.prepare(request(OPENING)))
+
+
+def test_the_only_turn_may_be_sampled_again_but_not_asked_otherwise() -> None:
+    session = new_session()
+    take(session, OPENING, call_turn("ls"))
+    other = (OPENING[0], Message("user", "Create b.txt"))
+    refused(session, Refusal.BAD_HISTORY, r"messages\[1\].content", lambda: session.prepare(request(other)))
+    prepared = session.prepare(request(OPENING))
+    assert prepared.input_ids.tolist() == new_session().prepare(request(OPENING)).input_ids.tolist()
+    session.commit(prepared, completion())
+    (sample,) = merge(snapshot(session))
+    assert (sample.turns, sample.prefix_break_tokens) == (1, session.turns[0].sampled)
+
+
+def test_one_turn_back_with_another_message() -> None:
+    session, history = two_turns()
+    gone = session.turns[1]
+    prepared = session.prepare(request((*history[:3], Message("tool", "b.txt"), Message("user", "hurry"))))
+    assert (prepared.plan.base, prepared.plan.repeats) == (session.turns[0], None)
+    tail = encode_turn("<|im_start|>tool\nb.txt<|im_end|><|im_start|>user\nhurry<|im_end|><|im_start|>assistant\n")
+    assert prepared.input_ids.tolist() == context(session, session.turns[0]) + tail
     session.commit(prepared, completion("ok<|im_end|>"))
-    assert (len(session.turns), session.rollbacks, session.prefix_break_tokens) == (2, 1, gone)
-    assert session.messages[-1].content == "ok"
-    sample = merge(session)
-    assert sample.sampled_tokens == int(sample.loss_mask.sum()) + gone
-    assert sample.prefix_break_tokens == gone
-    assert len(sample.tokens) == length - gone + session.turns[-1].sampled
-    # one turn back, not two: the request before the last one is refused
-    _refused(session, Refusal.BAD_HISTORY, "can only go back to 4", lambda: session.prepare(OPENING, BASH))
+    (sample,) = merge(snapshot(session))
+    assert sample.tokens.tolist() == context(session)
+    assert sample.prefix_break_tokens == gone.sampled
 
 
 def test_tools_are_fixed_by_the_first_turn() -> None:
-    session, history = _two_turns()
+    session, history = two_turns()
     for tools in ((), TOOLS):
-        _refused(
+        refused(
             session,
             Refusal.TOOLS_CHANGED,
             "tools changed after turn 2",
-            lambda t=tools: session.prepare((*history, Message("user", "x")), t),
+            lambda t=tools: session.prepare(request(told(history), t)),
         )
 
 
 def test_nothing_follows_a_cut_turn() -> None:
     session = new_session()
-    history = _turn(session, OPENING, "<tool_call>bash\nls", finish="length")
-    assert session.turns[-1].format_errors == 0  # the limit's fault, not the policy's
+    history = take(session, OPENING, "<tool_call>bash\nls", finish="length")
+    assert (session.turns[0].format_errors, session.turns[0].canonical) == (0, Canonical.CUT)
     for messages in ((*history, Message("user", "go on")), OPENING):
-        _refused(session, Refusal.CUT_TURN, "was cut by length", lambda m=messages: session.prepare(m, BASH))
-    sample = merge(session)
+        refused(
+            session,
+            Refusal.CUT_TURN,
+            "turn 1 was cut by length",
+            lambda m=messages: session.prepare(request(m)),
+            requests_after_cut=1,
+        )
+    (sample,) = merge(snapshot(session))
     assert sample.truncated
     assert int(sample.loss_mask.sum()) == sample.sampled_tokens == session.turns[0].sampled
 
 
+def test_one_of_two_racing_turns_is_recorded() -> None:
+    session = new_session()
+    first, second = session.prepare(request(OPENING)), session.prepare(request(OPENING))
+    session.commit(second, completion("ok<|im_end|>"))
+    late = completion(call_turn("ls"))
+    lost = len(late.output_ids)
+    refused(
+        session,
+        Refusal.LOST_RACE,
+        "epoch 1, this one was prepared on 0",
+        lambda: session.commit(first, late),
+        sampled_tokens=lost,
+        duplicate_tokens=lost,
+    )
+    (sample,) = merge(snapshot(session))
+    assert (sample.duplicate_tokens, sample.sampled_tokens) == (lost, session.turns[0].sampled + lost)
+    plan = session.plan(request((*OPENING, session.turns[0].reply, Message("user", "x"))))
+    session.commit(session.assemble(plan, session.render(plan)), completion())
+    refused(session, Refusal.LOST_RACE, "recorded first", lambda: session.assemble(plan, session.render(plan)))
+
+
+def test_what_loses_to_a_cut_turn_came_after_truncation() -> None:
+    session = new_session()
+    first, second = session.prepare(request(OPENING)), session.prepare(request(OPENING))
+    session.commit(second, completion("ok", finish="length"))
+    lost = len(completion().output_ids)
+    refused(
+        session,
+        Refusal.LOST_RACE,
+        "recorded first",
+        lambda: session.commit(first, completion()),
+        sampled_tokens=lost,
+        after_truncation_tokens=lost,
+    )
+    (sample,) = merge(snapshot(session))
+    assert (sample.after_truncation_tokens, sample.duplicate_tokens, sample.truncated) == (lost, 0, True)
+
+
+def test_a_malformed_reply_is_not_counted_even_when_it_comes_late() -> None:
+    session = new_session()
+    first, second = session.prepare(request(OPENING)), session.prepare(request(OPENING))
+    session.commit(second, completion())
+    bad = completion(finish="abort")
+    refused(session, Refusal.BAD_UPSTREAM, "abort", lambda: session.commit(first, bad))
+
+
+# --- limits ---
+
+
 def test_the_length_limit_lowers_and_then_ends_generation() -> None:
-    prompt = len(new_session().prepare(OPENING, BASH).input_ids)
-    assert new_session(max_seq_len=prompt + 5).prepare(OPENING, BASH).max_new_tokens == 5
-    assert new_session(max_seq_len=prompt + 999).prepare(OPENING, BASH).max_new_tokens == 48
+    prompt = len(new_session().prepare(request(OPENING)).input_ids)
+    assert new_session(max_seq_len=prompt + 5).prepare(request(OPENING)).max_new_tokens == 5
+    assert new_session(max_seq_len=prompt + 999).prepare(request(OPENING)).max_new_tokens == 48
     full = new_session(max_seq_len=prompt)
-    _refused(full, Refusal.LENGTH, f"{prompt} tokens and max_seq_len is {prompt}", lambda: full.prepare(OPENING, BASH))
+    refused(
+        full, Refusal.LENGTH, f"{prompt} tokens and max_seq_len is {prompt}", lambda: full.prepare(request(OPENING))
+    )
 
 
 def test_the_byte_budget_holds() -> None:
     session = new_session(budget_bytes=40_000, max_seq_len=1 << 20)
-    history = _turn(session, OPENING, call_turn("ls"))
-    big = Message("tool", "x" * 20_000)
-    _refused(session, Refusal.OVER_BUDGET, "the budget is 40000", lambda: session.prepare((*history, big), BASH))
-    session.prepare((*history, Message("tool", "x")), BASH)
+    history = take(session, OPENING, call_turn("ls"))
+    big = told(history, "x" * 20_000)
+    refused(session, Refusal.OVER_BUDGET, "the budget is 40000", lambda: session.prepare(request(big)))
+    session.prepare(request(told(history)))
+    moe = new_session(budget_bytes=12_000, routing=RoutingShape(layers=30, top_k=8, experts=64))
+    refused(moe, Refusal.OVER_BUDGET, "the budget is 12000", lambda: moe.prepare(request(OPENING)))
+    new_session(budget_bytes=12_000).prepare(request(OPENING))
 
 
-def test_one_of_two_racing_turns_is_recorded() -> None:
-    session = new_session()
-    first, second = session.prepare(OPENING, BASH), session.prepare(OPENING, BASH)
-    session.commit(second, completion("ok<|im_end|>"))
-    late = completion(call_turn("ls"))
-    _refused(session, Refusal.LOST_RACE, "epoch 1, this one was prepared on 0", lambda: session.commit(first, late))
-    assert session.lost_race_tokens == len(late.output_ids)
-    sample = merge(session)
-    assert sample.sampled_tokens == session.turns[0].sampled + len(late.output_ids)
-    assert sample.prefix_break_tokens == len(late.output_ids)
-    plan = session.plan((*OPENING, session.turns[0].reply, Message("user", "x")), BASH)
-    session.commit(session.assemble(plan, session.render(plan)), completion())
-    _refused(session, Refusal.LOST_RACE, "recorded first", lambda: session.assemble(plan, session.render(plan)))
-
-
-def test_nothing_is_recorded_after_close() -> None:
-    session = new_session()
-    prepared = session.prepare(OPENING, BASH)
+def test_nothing_is_recorded_after_close_or_seal() -> None:
+    for end, code, match in (
+        (Session.close, Refusal.NOT_FOUND, "deleted or has expired"),
+        (Session.seal, Refusal.SEALED, "is sealed"),
+    ):
+        session = new_session()
+        take(session, OPENING)
+        prepared = session.prepare(request(OPENING))
+        end(session)
+        end(session) if code is Refusal.SEALED else None
+        refused(session, code, match, lambda s=session, p=prepared: s.commit(p, completion()))
+        refused(session, code, match, lambda s=session: s.prepare(request(OPENING)))
+        refused(session, code, match, lambda s=session, p=prepared: s.assemble(p.plan, s.render(p.plan)))
+        assert len(merge(snapshot(session))) == 1
     session.close()
-    _refused(session, Refusal.NOT_FOUND, "deleted or has expired", lambda: session.commit(prepared, completion()))
-    _refused(session, Refusal.NOT_FOUND, "deleted or has expired", lambda: session.prepare(OPENING, BASH))
+    refused(session, Refusal.NOT_FOUND, "deleted", session.seal)
+
+
+# --- what the engine answered ---
 
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
@@ -173,8 +295,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": np.array([-1, np.nan], dtype=np.float32)}, "expected finite"),
     ({"logprobs": np.array([-1, -np.inf], dtype=np.float32)}, "expected finite"),
     ({"logprobs": np.array([0.5, -1], dtype=np.float32)}, "at most 0"),
-    ({"output_ids": np.array([2, 9], dtype=np.int32)}, "expected end of turn 2 once"),
-    ({"output_ids": np.array([2, 2], dtype=np.int32)}, "expected end of turn 2 once"),
+    ({"output_ids": np.array([2, 9], dtype=np.int32)}, r"last id 9, expected one end of turn \[2\] there"),
+    ({"output_ids": np.array([2, 2], dtype=np.int32)}, "last id 2, expected one end of turn"),
     ({"finish_reason": "length"}, "finish_reason length but the end of turn 2 is at 1"),
     ({"finish_reason": "abort"}, "finish_reason 'abort'"),
     ({"spans": ()}, "cover 0 of 2"),
@@ -186,69 +308,299 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("mode", list(SessionMode))
 @pytest.mark.parametrize(("changes", "match"), BAD_COMPLETIONS)
-def test_a_bad_completion_changes_nothing(changes: dict[str, Any], match: str) -> None:
+def test_a_bad_completion_changes_nothing(changes: dict[str, Any], match: str, mode: SessionMode) -> None:
     good = {
         "output_ids": np.array([9, 2], dtype=np.int32),
         "logprobs": np.array([-1, -2], dtype=np.float32),
         "spans": ((0, 2, "run:0"),),
     }
-    session, history = _two_turns()
-    prepared = session.prepare((*history, Message("user", "x")), BASH)
+    session, history = two_turns(mode=mode)
+    prepared = session.prepare(request(told(history)))
     bad = completion(**{**good, **changes})
-    _refused(session, Refusal.BAD_UPSTREAM, match, lambda: session.commit(prepared, bad))
+    refused(session, Refusal.BAD_UPSTREAM, match, lambda: session.commit(prepared, bad))
     session.commit(prepared, completion(**good))
 
 
 def test_more_tokens_than_asked_for_are_refused() -> None:
     session = new_session(sampling=Sampling(1.0, 1.0, -1, max_new_tokens=1))
-    prepared = session.prepare(OPENING, BASH)
-    _refused(
+    prepared = session.prepare(request(OPENING))
+    refused(
         session, Refusal.BAD_UPSTREAM, "expected 1 to 1", lambda: session.commit(prepared, completion("ok.<|im_end|>"))
     )
 
 
 def test_a_wrong_version_is_not_recorded() -> None:
     session = new_session()
-    prepared = session.prepare(OPENING, BASH)
+    prepared = session.prepare(request(OPENING))
     wrong = completion(version="run:1")
-    _refused(
+    refused(
         session, Refusal.WRONG_VERSION, "'run:1', this session expects 'run:0'", lambda: session.commit(prepared, wrong)
     )
     anything = new_session(expected_weight_version=None)
     ids = encode_turn("ok<|im_end|>")
     spans = ((0, 1, "run:1"), (1, len(ids), "run:2"))
-    anything.commit(anything.prepare(OPENING, BASH), completion("ok<|im_end|>", spans=spans))
+    anything.commit(anything.prepare(request(OPENING)), completion("ok<|im_end|>", spans=spans))
     start = anything.turns[0].prompt_end
-    assert merge(anything).version_spans == [(start, start + 1, "run:1"), (start + 1, start + len(ids), "run:2")]
+    (sample,) = merge(snapshot(anything))
+    assert sample.version_spans == [(start, start + 1, "run:1"), (start + 1, start + len(ids), "run:2")]
+
+
+def test_rows_of_routed_experts_are_asked_for_once() -> None:
+    session = new_session(routing=SHAPE)
+    prepared = session.prepare(request(OPENING))
+    assert prepared.routing_from == 0
+    turn = session.commit(prepared, routed(prepared, completion(call_turn("ls"))))
+    history = (*OPENING, turn.reply)
+    later = session.prepare(request(told(history)))
+    assert later.routing_from == turn.end - 1  # the last sampled token was not fed back yet
+    end = len(later.input_ids) + len(completion().output_ids)
+    for rows, match in (
+        (None, f"no routed experts, {end - turn.end} rows are needed"),
+        (rows_of(turn.end - 1, end), "expected uint8"),
+        (rows_of(0, end - 1), "expected uint8"),
+        (rows_of(turn.end - 1, end - 1).astype(np.uint16), "uint16"),
+        (rows_of(turn.end - 1, end - 1)[:, :2], "expected uint8"),
+    ):
+        bad = replace(completion(), routing=rows)
+        refused(session, Refusal.BAD_ROUTING, match, lambda b=bad: session.commit(later, b))
+    second = session.commit(later, routed(later, completion(cached_tokens=3)))
+    assert second.reprefilled_rows == turn.end - 1 - 3
+    assert new_session().prepare(request(OPENING)).routing_from is None
+    (sample,) = merge(snapshot(session))
+    assert sample.routing is not None and sample.routing.tolist() == rows_of(0, end - 1).tolist()
+
+
+def test_canonical_spelling_is_counted_and_nothing_replaced() -> None:
+    session = new_session()
+    history = OPENING
+    loose = '<tool_call>edit\n{"path": "p", "text": "t"}</tool_call><|im_end|>'
+    kinds = []
+    for text in ("done<|im_end|>", loose, "<tool_call>nope\n</tool_call><|im_end|>"):
+        turn = session.commit(session.prepare(request(history, TOOLS)), completion(text))
+        assert turn.ids[turn.prompt_end - turn.start :].tolist() == encode_turn(text)
+        history = (*history, turn.reply, Message("user", "more"))
+        kinds.append(turn.canonical)
+    assert kinds == [Canonical.EXACT, Canonical.RESPELLED, Canonical.UNPARSED]
+    (sample,) = merge(snapshot(session))
+    assert sample.canonical == {"exact": 1, "respelled": 1, "unparsed": 1}
+
+
+def test_another_stop_id_is_kept_and_the_next_message_begins_as_it_must() -> None:
+    family = replace(FAMILY, stops=("<|im_end|>", SPECIALS[0]))
+    two_stops = ChatTemplate(family, build_tokenizer().to_str(), 512)
+    session = Session("s", spec(), two_stops, 1 << 20)
+    turn = session.commit(session.prepare(request(OPENING)), completion("done<|endoftext|>"))
+    assert turn.canonical is Canonical.BOUNDARY
+    prepared = session.prepare(request(told((*OPENING, turn.reply))))
+    tail = encode_turn("done<|endoftext|><|im_end|><|im_start|>tool\na.txt<|im_end|><|im_start|>assistant\n")
+    assert prepared.input_ids[turn.prompt_end :].tolist() == tail
+
+
+# --- sampling parameters ---
+
+
+def test_pinned_parameters_stay_and_what_was_asked_is_counted() -> None:
+    session = new_session()
+    prepared = session.prepare(request(OPENING), {"temperature": 0.2, "top_p": 1.0, "top_k": None})
+    assert prepared.sampling == session.spec.sampling
+    turn = session.commit(prepared, completion(), ("seed",))
+    assert (turn.sampling_differs, dict(session.ignored_params)) == (False, {"temperature": 1, "seed": 1})
+
+
+def test_recorded_parameters_are_used_within_bounds_and_mark_the_turn() -> None:
+    session = new_session(sampling_policy=SamplingPolicy.RECORD)
+    prepared = session.prepare(request(OPENING), {"temperature": 0, "top_k": 5, "max_new_tokens": 9})
+    assert prepared.sampling == Sampling(0, 1.0, 5, 9) and prepared.max_new_tokens == 9
+    assert session.prepare(request(OPENING), {"max_new_tokens": 4000}).max_new_tokens == 48
+    turn = session.commit(prepared, completion())
+    assert turn.sampling_differs
+    shorter = session.prepare(request(told((*OPENING, turn.reply))), {"max_new_tokens": 9})
+    assert not session.commit(shorter, completion()).sampling_differs  # it cuts a turn, it does not change its odds
+    assert session.recorded_params == {"temperature": 1, "top_k": 1, "max_new_tokens": 2}
+    (sample,) = merge(snapshot(session))
+    assert sample.sampling_differs == 1
+    for asked, match in (
+        ({"temperature": "hot"}, "'hot' is not a number"),
+        ({"temperature": False}, "not a number"),
+        ({"temperature": float("nan")}, "temperature nan is out of range"),
+        ({"temperature": 2.1}, "out of range"),
+        ({"top_p": 0}, "out of range"),
+        ({"top_k": 0}, "out of range"),
+        ({"top_k": 2.0}, "not a number it can have"),
+        ({"max_new_tokens": 0}, "out of range"),
+    ):
+        refused(session, Refusal.PARAMS, match, lambda a=asked: session.prepare(request(OPENING), a))
+
+
+def test_other_parameters_may_be_refused() -> None:
+    session = new_session(sampling_policy=SamplingPolicy.REFUSE)
+    session.prepare(request(OPENING), {"temperature": 1, "top_k": -1, "max_new_tokens": None})
+    refused(
+        session,
+        Refusal.PARAMS,
+        r"fixed: temperature 0.5 \(it is 1.0\)",
+        lambda: session.prepare(request(OPENING), {"temperature": 0.5, "top_p": 1.0}),
+    )
+
+
+# --- tree sessions ---
+
+
+def test_a_tree_grows_wherever_a_request_fits() -> None:
+    session, history = two_turns(mode=SessionMode.TREE)
+    root, second = session.turns
+
+    def grow(messages: History, text: str) -> tuple[Turn, list[int]]:
+        prepared = session.prepare(request(messages))
+        return session.commit(prepared, completion(text)), prepared.input_ids.tolist()
+
+    retry, sent = grow(history[:-1], "ok<|im_end|>")
+    assert (retry.parent, sent) == (0, context(session, second)[: second.prompt_end])
+    deeper, sent = grow(told(history, "b"), "ok<|im_end|>")
+    assert deeper.parent == second.index and sent[: second.end] == context(session, second)
+    other, sent = grow((*history[:3], Message("tool", "b.txt")), "ok<|im_end|>")
+    assert other.parent == 0 and sent[: root.end] == context(session, root)
+    edited = (OPENING[0], Message("user", "summary of what was done"), Message("assistant", "x"), Message("user", "go"))
+    fresh, sent = grow(edited, "ok<|im_end|>")
+    assert fresh.parent is None and fresh.start == 0
+    assert sent == template().render_prompt(edited, BASH).tolist()
+    again, _sent = grow(OPENING, "ok<|im_end|>")
+    assert again.parent is None and again.delta.tolist() == root.delta.tolist()
+    assert [turn.parent for turn in session.turns] == [None, 0, 0, 1, 0, None, None]
+
+
+def test_other_tools_share_nothing() -> None:
+    session, history = two_turns(mode=SessionMode.TREE)
+    prepared = session.prepare(request(told(history), TOOLS))
+    assert prepared.plan.base is None
+    assert prepared.input_ids.tolist() == template().render_prompt(told(history), TOOLS).tolist()
+    session.commit(prepared, completion())
+    assert session.prepare(request(told(history), BASH)).plan.base is session.turns[1]
+
+
+def test_a_cut_turn_of_a_tree_has_siblings_and_no_children() -> None:
+    session = new_session(mode=SessionMode.TREE)
+    history = take(session, OPENING, "ok", finish="length")
+    refused(
+        session,
+        Refusal.CUT_TURN,
+        "turn 1 was cut by length",
+        lambda: session.prepare(request(told(history))),
+        requests_after_cut=1,
+    )
+    take(session, OPENING, "ok<|im_end|>")
+    assert session.prepare(request(told(history))).plan.base is session.turns[1]  # the same reply, not cut
+
+
+def test_concurrent_turns_of_a_tree_are_all_recorded() -> None:
+    session = new_session(mode=SessionMode.TREE)
+    history = take(session, OPENING, call_turn("ls"))
+    both = [session.prepare(request(told(history, text))) for text in ("a", "b")]
+    twin = session.prepare(request(told(history, "a")))
+    turns = [session.commit(prepared, completion(f"{i}<|im_end|>")) for i, prepared in enumerate((*both, twin))]
+    assert [turn.parent for turn in turns] == [0, 0, 0]
+    assert len({turn.reply.content for turn in turns}) == 3
+    assert session.turns[0].reply.tool_calls[0].id != "call_0_1"
+
+
+# --- reading raw requests ---
+
+
+def test_only_new_messages_are_parsed() -> None:
+    session = new_session()
+    parsed: list[str] = []
+
+    def parse(raw: Any, where: str) -> tuple[Message, ...]:
+        parsed.append(where)
+        return openai_message(raw, where)
+
+    def read(messages: History) -> Any:
+        parsed.clear()
+        return session.read([to_raw(m) for m in messages], None, parse)
+
+    history: History = OPENING
+    for number in range(4):
+        asked = read(history)
+        assert parsed == [f"messages[{i}]" for i in range(len(history) - 2 if number else 0, len(history))]
+        turn = session.commit(session.prepare(asked), completion(f"{number}<|im_end|>"))
+        history = told((*history, turn.reply))
+    plan = session.plan(read(history))
+    assert all(held is sent for held, sent in zip(session.turns[0].new_messages, plan.messages, strict=False))
+    assert plan.messages[2] is session.turns[0].reply  # the stored spelling, also where the client echoed it
+    changed = (history[0], Message("user", "else"), *history[2:])
+    read(changed)
+    assert parsed[0] == "messages[1]" and len(parsed) == len(history) - 1
+    session.read([to_raw(m) for m in history], None)  # another parser: nothing is taken from the first
+    assert read(history) is not None
+
+
+def test_branches_of_a_tree_are_recognised_by_their_bytes() -> None:
+    session = new_session(mode=SessionMode.TREE)
+    branches = [(OPENING[0], Message("user", f"part {i}")) for i in range(3)]
+    grown = []
+    for branch in branches:
+        turn = session.commit(session.prepare(raw_request(session, branch)), completion())
+        grown.append(told((*branch, turn.reply)))
+    for branch, history in zip(branches, grown, strict=True):
+        asked = raw_request(session, history)
+        root = next(turn for turn in session.turns if turn.new_messages[1] == branch[1])
+        assert asked.messages[1] is root.new_messages[1]
+        assert asked.tools is session.turns[0].tools
+        assert session.plan(asked).base is root
+
+
+def test_a_looser_match_is_counted_and_the_stored_spelling_stays() -> None:
+    session = new_session(matcher="loose_tool_calls")
+    turn = session.commit(session.prepare(raw_request(session, OPENING)), completion(call_turn("ls")))
+    renamed = Message("assistant", "", (ToolCall.make("toolu_9", "bash", {"command": "ls"}),))
+    prepared = session.prepare(raw_request(session, (*OPENING, renamed, Message("tool", "a.txt"))))
+    assert prepared.plan.messages[2] is turn.reply
+    second = session.commit(prepared, completion())
+    history = (*OPENING, renamed, Message("tool", "a.txt"), second.reply, Message("user", "x"))
+    session.commit(session.prepare(raw_request(session, history)), completion())  # the same bytes are not counted twice
+    assert session.describe()["loose_matches"] == {"tool_call_json": 1}
+    (sample,) = merge(snapshot(session))
+    assert sample.matches == {"tool_call_json": 1}
+    strict = new_session()
+    take(strict, OPENING, call_turn("ls"))
+    refused(
+        strict, Refusal.BAD_HISTORY, r"\[2\].tool_calls", lambda: strict.prepare(request(told((*OPENING, renamed))))
+    )
+
+
+@pytest.mark.parametrize(
+    ("raws", "tools", "match"),
+    [
+        ([b"{"], None, r"messages\[0\]: is not JSON"),
+        ([b'{"role":"user","content":"x"}'], b"[", "tools: is not JSON"),
+        ([b'{"role":"assistant","content":"x"}'], None, "the last message is assistant"),
+        ([], None, "messages: is empty"),
+    ],
+)
+def test_what_is_no_request_is_refused(raws: list[bytes], tools: bytes | None, match: str) -> None:
+    session = new_session()
+    refused(session, Refusal.BAD_BODY, match, lambda: session.read(raws, tools))
+
+
+# --- what is told ---
 
 
 def test_description_holds_counts_and_no_ids() -> None:
-    session, _history = _two_turns()
-    session.commit(session.prepare((*_history, Message("user", "x")), BASH), completion(), ("temperature", "seed"))
-    told = session.describe()
-    assert [turn["finish_reason"] for turn in told["turns"]] == ["stop"] * 3
-    assert told["ignored_params"] == {"temperature": 1, "seed": 1}
-    assert told["turns"][0]["weight_versions"] == ["run:0"]
-    assert told["sampled_tokens"] == sum(turn["sampled_tokens"] for turn in told["turns"])
-    assert all(not isinstance(value, list) for turn in told["turns"] for key, value in turn.items() if "token" in key)
+    session, history = two_turns()
+    session.commit(session.prepare(request((*history, Message("user", "x")))), completion(), ("temperature", "seed"))
+    found = session.describe()
+    assert [turn["finish_reason"] for turn in found["turns"]] == ["stop"] * 3
+    assert found["ignored_params"] == {"temperature": 1, "seed": 1}
+    assert found["turns"][0]["weight_versions"] == ["run:0"]
+    assert found["sampled_tokens"] == sum(turn["sampled_tokens"] for turn in found["turns"])
+    assert (found["leaves"], found["canonical"]) == (1, {"exact": 3})
+    assert all(not isinstance(value, list) for turn in found["turns"] for key, value in turn.items() if "token" in key)
 
 
 def test_ignored_parameter_names_are_bounded() -> None:
     session = new_session()
-    session.commit(session.prepare(OPENING, BASH), completion(), tuple(f"p{i}" for i in range(100)))
+    session.commit(session.prepare(request(OPENING)), completion(), tuple(f"p{i}" for i in range(100)))
     assert len(session.ignored_params) == 33
     assert session.ignored_params["other"] == 68
-
-
-def test_grow_buffer_keeps_everything() -> None:
-    buffer = GrowBuffer(np.int32, capacity=2)
-    expected: list[int] = []
-    for size in (1, 0, 3, 100, 1):
-        part = np.arange(size, dtype=np.int32) + len(expected)
-        buffer.append(part)
-        expected.extend(part.tolist())
-    assert buffer.view.tolist() == expected
-    buffer.truncate(2)
-    buffer.append(np.array([9], dtype=np.int32))
-    assert buffer.view.tolist() == [0, 1, 9]
