@@ -30,8 +30,10 @@ COMMANDS = {
     "ledger": Entry("ledger", "What every token of a run became."),
     "report": Entry("report", "Figures and the page of a run."),
     "fleet": Entry("fleet", "Engines: their states, and confirming that one is gone."),
+    "sessions": Entry("sessions", "Session servers: run one, look into those that run."),
     "model": Entry("model", "The starting policy: warm start and parity."),
     "tasks": Entry("tasks", "Task sets: check that tasks can be trusted."),
+    "templates": Entry("templates", "Chat templates: the known families, and checks of a model's."),
 }
 
 
@@ -40,7 +42,7 @@ ABOUT = "RL post-training of coding agents: every step a Prefect flow, every tok
 
 def help_text() -> str:
     """What `rl360 --help` prints, without importing any command."""
-    rows = "\n".join(f"  {name:<8}{entry.help}" for name, entry in COMMANDS.items())
+    rows = "\n".join(f"  {name:<11}{entry.help}" for name, entry in COMMANDS.items())
     return (
         f"Usage: rl360 COMMAND [ARGS]...\n\n{ABOUT}\n\nCommands:\n{rows}\n\n"
         "`rl360 COMMAND --help` explains one. Options: --help, --version.\nExample: rl360 up && rl360 run list"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import orjson
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from rl360.errors import BadInput
 from rl360.sessions.families.registry import load_template
@@ -64,22 +63,6 @@ def test_exact_wording() -> None:
         "<|im_start|>assistant\n<tool_call>bash\nls -l</tool_call><|im_end|><|im_start|>tool\nok<|im_end|>"
         "<|im_start|>assistant\n"
     )
-
-
-@pytest.mark.parametrize(("messages", "tools"), CONVERSATIONS)
-@pytest.mark.parametrize("generation", [True, False])
-def test_transformers_renders_the_same_ids(messages: tuple, tools: tuple, generation: bool) -> None:
-    stock = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer(), eos_token="<|im_end|>")
-    theirs = stock.apply_chat_template(
-        [message.to_template() for message in messages],
-        tools=[tool.to_template() for tool in tools] or None,
-        chat_template=template_text(),
-        add_generation_prompt=generation,
-        tokenize=True,
-        return_dict=False,
-    )
-    render = template().render_prompt if generation else template().render_conversation
-    assert render(messages, tools).tolist() == list(theirs)
 
 
 @pytest.mark.parametrize(("messages", "tools"), CONVERSATIONS)

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 from rl360.errors import BadInput
 from rl360.sessions.messages import Message, Tool, parse_tools
 
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 # a Unicode noncharacter splits added tokens inside message text while Jinja runs; `0` keeps one that was there before
 _MARK = "\ufdd0"
 _ASKED = (Message("user", ""),)
@@ -57,7 +58,7 @@ class ParsedTurn:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a sampled turn: one added token (`token` true, `text` its name), or the text between two."""
+    """A stretch of a sampled turn: one of the family's tokens (`token` true, `text` its name), or the text between."""
 
     token: bool
     text: str
@@ -100,15 +101,12 @@ class Family:
     appended_roles: frozenset[str] = frozenset({"user", "tool"})
     openers: tuple[tuple[str, str], ...] = ()
     split_reasoning: Callable[[Pieces], tuple[str | None, Pieces] | None] | None = None  # None: no thinking at all
-    trim: Callable[[str, bool, bool], str] = lambda content, called, thinking: content
+    trim: Callable[[str, bool], str] = lambda content, called: content
     between_calls: str = ""  # characters that may stand between and after calls
 
     def template_text(self) -> str:
         """The packaged Jinja file."""
         return resources.files("rl360.sessions.families").joinpath(self.template_file).read_text("utf-8")
-
-
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **style: Any) -> str:
@@ -137,26 +135,28 @@ class ChatTemplate:
         self._family = family
         self.family = family.name
         self.vocab_size = vocab_size
+        self.tokens = family.tokens
         self.appended_roles = family.appended_roles
+        self.thinking_modes = (False, True) if family.split_reasoning else (False,)
         self._tokenizer = _plain_tokenizer(tokenizer_json)
         added = self._tokenizer.get_added_tokens_decoder()
         self._ids_of = {token.content: index for index, token in added.items()}
-        self._names = {index: name for name, index in self._ids_of.items()}
         missing = [name for name in family.tokens if name not in self._ids_of]
         if missing:
             raise BadInput(f"tokenizer lacks the tokens {missing} of family {family.name}; add them as special tokens")
         short = [name for name in self._ids_of if len(name) < 2]
         if short:
             raise BadInput(f"tokenizer has added tokens of one character, {short}: text could not be told from them")
+        self._names = {self._ids_of[name]: name for name in family.tokens}  # what a sampled turn is read by
         self.stop_ids = tuple(self._ids_of[name] for name in family.stops)
         pattern = "|".join(re.escape(name) for name in sorted(self._ids_of, key=len, reverse=True))
         self._tokens = re.compile(f"({pattern})")
         self._token_starts = re.compile(f"(?=(?:{pattern}))(.)", re.DOTALL)
-        self._jinja = jinja_environment().from_string(jinja_text or family.template_text())
-        self._openers = {token: (text, self._encode(text)) for token, text in family.openers}
-        modes = (False, True) if family.split_reasoning else (False,)
-        self._asked = {mode: self._text(_ASKED, (), mode, generation=True) for mode in modes}
-        self._spoken = {mode: self._text(_SPOKEN, (), mode, generation=False) for mode in modes}
+        self.jinja_text = jinja_text or family.template_text()
+        self._jinja = jinja_environment().from_string(self.jinja_text)
+        self._openers = {token: (text, self.encode(text)) for token, text in family.openers}
+        self._asked = {mode: self._text(_ASKED, (), mode, generation=True) for mode in self.thinking_modes}
+        self._spoken = {mode: self._text(_SPOKEN, (), mode, generation=False) for mode in self.thinking_modes}
         self._check_tokenizer(Tokenizer.from_str(tokenizer_json))
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool = False) -> np.ndarray:
@@ -196,29 +196,33 @@ class ChatTemplate:
 
     def parse_assistant(self, ids: np.ndarray | list[int], tools: Sequence[Tool], thinking: bool = False) -> ParsedTurn:
         """Turn sampled ids `[tokens]` (with or without their stop id) into reasoning, content and calls."""
-        body = [int(i) for i in ids]
+        self._require_mode(thinking)
+        body = np.asarray(ids, dtype=np.int64).tolist()
         if body and body[-1] in self.stop_ids:
             body.pop()
         pieces = self._pieces(body)
         reasoning = None
-        if thinking:
-            split = self._reasoning(pieces)
+        if thinking and self._family.split_reasoning is not None:
+            split = self._family.split_reasoning(pieces)
             if split is None:
                 return ParsedTurn(self.decode(body), (), 1)
             reasoning, pieces = split
-        content, calls, errors = self._calls(pieces, {tool.name: tool for tool in tools}, thinking)
+        content, calls, errors = self._calls(pieces, {tool.name: tool for tool in tools})
         return ParsedTurn(content, calls, errors, reasoning)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text; names of added tokens are characters like any other."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ids, added tokens by their names."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
 
-    def _reasoning(self, pieces: Pieces) -> tuple[str | None, Pieces] | None:
-        if self._family.split_reasoning is None:
+    def _require_mode(self, thinking: bool) -> None:
+        if thinking and self._family.split_reasoning is None:
             raise BadInput(f"family {self.family} has no thinking; use thinking false")
-        return self._family.split_reasoning(pieces)
 
-    def _calls(self, pieces: Pieces, tools: dict[str, Tool], thinking: bool) -> tuple[str, tuple[ParsedCall, ...], int]:
+    def _calls(self, pieces: Pieces, tools: dict[str, Tool]) -> tuple[str, tuple[ParsedCall, ...], int]:
         """(content, calls, malformed parts). Grammar: content (OPEN call CLOSE)*."""
         position = find(pieces, CALL_OPEN)
         called = position >= 0
@@ -240,7 +244,7 @@ class ChatTemplate:
             position = len(pieces) if close < 0 else close + 1
         if errors or content is None:
             return "".join(piece.text for piece in pieces), (), errors
-        return self._family.trim(content, called, thinking), tuple(calls), 0
+        return self._family.trim(content, called), tuple(calls), 0
 
     def _pieces(self, body: list[int]) -> Pieces:
         pieces: Pieces = []
@@ -259,8 +263,7 @@ class ChatTemplate:
         return pieces
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool, generation: bool) -> str:
-        if thinking and self._family.split_reasoning is None:
-            raise BadInput(f"family {self.family} has no thinking; use thinking false")
+        self._require_mode(thinking)
         guarded = [self._guard(message.to_template()) for message in messages]
         guarded_tools = [self._guard(tool.to_template()) for tool in tools] or None
         try:
@@ -275,7 +278,7 @@ class ChatTemplate:
         if isinstance(value, str):
             if _MARK in value:
                 value = value.replace(_MARK, _MARK + "0")
-            return self._token_starts.sub(rf"\1{_MARK}1", value)
+            return self._token_starts.sub(rf"\1{_MARK}1", value) if self._tokens.search(value) else value
         if isinstance(value, dict):
             return {self._guard(key): self._guard(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -296,11 +299,8 @@ class ChatTemplate:
                 ids.extend(opener[1])
                 piece = piece[len(opener[0]) :]
             if piece:
-                ids.extend(self._encode(piece))
+                ids.extend(self.encode(piece))
         return np.array(ids, dtype=np.int32)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _check_tokenizer(self, stock: Tokenizer) -> None:
         """One conversation both ways: a prefix space, stripping tokens or a rewriting normalizer would show here."""
@@ -311,8 +311,8 @@ class ChatTemplate:
         if stock.encode(text, add_special_tokens=False).ids != self._ids(text).tolist():
             raise BadInput("tokenizer encodes around special tokens differently than apart (prefix space, stripping?)")
         spelled = "".join(self._ids_of) + " A  b\n\tC "
-        ids = self._encode(spelled)
-        if not self._names.keys().isdisjoint(ids) or self.decode(ids) != spelled:
+        ids = self.encode(spelled)
+        if not set(self._ids_of.values()).isdisjoint(ids) or self.decode(ids) != spelled:
             raise BadInput(
                 "tokenizer cannot write special tokens as plain text; use a byte-level BPE without a normalizer"
             )

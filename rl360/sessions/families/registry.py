@@ -18,10 +18,10 @@ import orjson
 from tokenizers import Tokenizer
 
 from rl360.errors import BadInput
-from rl360.sessions.families import rl360_chat
+from rl360.sessions.families import glm4, qwen3, rl360_chat
 from rl360.sessions.families.base import ChatTemplate, Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (rl360_chat.FAMILY,)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (rl360_chat.FAMILY, qwen3.FAMILY, glm4.FAMILY)}
 TEMPLATE_FILE = "chat_template.jinja"
 
 
