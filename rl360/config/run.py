@@ -52,6 +52,21 @@ class RolloutConfig(_Section):
     max_new_tokens: int = Field(48, ge=1, description="sampled tokens per turn")
     max_seq_len: int = Field(384, ge=16, description="tokens per attempt, prompt included")
     temperature: float = Field(1.0, gt=0, le=2.0, description="the whole vocabulary is sampled: no top-p, no top-k")
+    session_mode: Literal["linear", "tree"] = Field(
+        "linear", description="what a history that differs does: linear refuses it, tree starts a branch"
+    )
+    pick: Literal["last", "roots", "all"] = Field(
+        "last", description="branches that become samples: the latest, the latest of each root, every one"
+    )
+    matcher: str = Field(
+        "strict",
+        pattern=r"^(strict|loose_tool_calls|role_content|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="when a message counts as already held: strict, loose_tool_calls, role_content or module:function",
+    )
+    sampling_params: Literal["pin", "record", "refuse"] = Field(
+        "pin", description="sampling parameters an agent names: ignored, used (such samples never train), refused"
+    )
+    thinking: bool = Field(False, description="prompts ask for a reasoning part, where the template has one")
     infra_retries: int = Field(
         1, ge=0, le=10, description="new tries of an attempt that infrastructure lost", json_schema_extra=OPERATIONAL
     )

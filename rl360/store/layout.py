@@ -30,7 +30,7 @@ def step_prefix(run: str, step: int) -> str:
 
 
 def step_key(run: str, step: int, name: str) -> str:
-    """Key of a step's object: name is e.g. `groups.msgpack`, `filter.msgpack`, `train.json`, `ledger.msgpack`."""
+    """Key of a step's object: name is e.g. `groups.msgpack`, `records.msgpack`, `filter.msgpack`, `train.json`."""
     return step_prefix(run, step) + name
 
 
@@ -38,8 +38,14 @@ def attempt_key(run: str, step: int, wave: int, attempt_id: str) -> str:
     return step_key(run, step, f"attempts/{wave:04}/{attempt_id}.msgpack")
 
 
-def merged_key(run: str, step: int, shard: int) -> str:
-    return step_key(run, step, f"merged/{shard:04}.msgpack")
+def merged_key(run: str, step: int, wave: int, attempt_id: str) -> str:
+    """The samples of an attempt, written by the session server that held them."""
+    return step_key(run, step, f"merged/{wave:04}/{attempt_id}.msgpack")
+
+
+def wave_key(run: str, step: int, wave: int) -> str:
+    """The table of a wave's records."""
+    return step_key(run, step, f"waves/{wave:04}.msgpack")
 
 
 def manifest_key(run: str, step: int, task: str) -> str:

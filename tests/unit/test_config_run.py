@@ -124,6 +124,13 @@ def test_frozen_fields_differ_with_both_values_operational_ones_do_not() -> None
     assert frozen_differences(frozen, frozen) == []
 
 
+@pytest.mark.parametrize("matcher", ["strikt", "", "agents.echo", "agents.echo:", ":same", "a b:c", "strict:x:y"])
+def test_a_matcher_is_a_known_name_or_a_function_by_its_import_path(matcher: str) -> None:
+    with pytest.raises(BadInput, match=r"rollout\.matcher"):
+        RunConfig.parse({"rollout": {"matcher": matcher}})
+    assert RunConfig.parse({"rollout": {"matcher": "agents.echo:same"}}).rollout.matcher == "agents.echo:same"
+
+
 def test_operational_means_it_cannot_change_what_is_computed() -> None:
     """The whole list, so that marking one more field is a decision that this test sees."""
     config = RunConfig()
@@ -147,6 +154,10 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             "transport": None,
             "old_policy": "rollout",
             "pause_mode": "abort",
+            "session_mode": "tree",
+            "pick": "all",
+            "matcher": "agents.echo:same",
+            "sampling_params": "refuse",
             "run": "other",
         }.get(path[-1], _another(value))
         if other is not None:

@@ -14,7 +14,10 @@ def test_the_documented_keys() -> None:
     assert layout.attempt_key("r1", 7, 2, "s000007-g000-a00-t0") == (
         "r1/steps/000007/attempts/0002/s000007-g000-a00-t0.msgpack"
     )
-    assert layout.merged_key("r1", 7, 0) == "r1/steps/000007/merged/0000.msgpack"
+    assert layout.merged_key("r1", 7, 2, "s000007-g000-a00-t0") == (
+        "r1/steps/000007/merged/0002/s000007-g000-a00-t0.msgpack"
+    )
+    assert layout.wave_key("r1", 7, 2) == "r1/steps/000007/waves/0002.msgpack"
     assert layout.manifest_key("r1", 7, "roll_out-0001") == "r1/steps/000007/manifests/roll_out-0001.json"
     assert layout.checkpoint_prefix("r1", 7) == "r1/checkpoints/000007/"
 
