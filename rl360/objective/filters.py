@@ -1,29 +1,30 @@
-"""Which attempts train, and where every sampled token goes. Pure numpy and dataclasses: no I/O.
+"""Which samples train, and where every sampled token goes. Pure functions of records: counts, no payload, no I/O.
 
-Contract: each attempt gets exactly one `Decision` with exactly one reason (a `Bucket`), and the decision's token
-counts sum to what the attempt sampled. Rules, first match wins:
+Contract: each attempt gets exactly one `Decision`, each of its samples (leaves) exactly one reason (a `Bucket`), and
+the decision's token counts sum to what the attempt sampled. Rules, first match wins:
 
     no verdict                                  infra
-    verdict but no merged sample                prefix_break        (its reward still counts for the group)
-    a log-prob is NaN or infinite               nonfinite           (same)
-    a span was sampled under another version    stale               (same)
+    verdict but no stored sample                prefix_break        (its reward still counts for the group)
+    sampled under another version, or with      stale               (same)
+    other parameters than the run's
     more tokens than `max_seq_len`              over_length         (same)
     fewer than two verdicts in the group        insufficient_valid
     all verdicts of the group agree             zero_disagreement
-    nothing sampled is left under the mask      after_truncation or prefix_break, whichever took it
-    otherwise                                   trained; what a cut or a rewritten history took: after_truncation,
-                                                prefix_break
+    nothing sampled is left under the mask      after_truncation, prefix_break or duplicate, whichever took it
+    otherwise                                   trained; what a cut, a rewritten history or a lost race took:
+                                                after_truncation, prefix_break, duplicate
 
-"Valid" means *has a verdict* and nothing else, so the baseline of a group never depends on what infra did to others.
-Truncated attempts are valid and train up to the cut. Kept samples come out sorted by attempt id: the batch, and with
-it every floating-point sum, is the same whatever order attempts arrived in and however many failed beside them.
+"Valid" means *has a verdict* and nothing else, so the baseline of a group never depends on what infra did to others,
+and an attempt counts in it once, however many leaves it has; each leaf trains with its attempt's advantage.
+Truncated attempts are valid and train up to the cut. Kept samples come out sorted by attempt id and leaf: the batch,
+and with it every floating-point sum, is the same whatever order attempts arrived in and however many failed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,15 +35,30 @@ from rl360.objective.advantages import group_advantages, group_index
 
 if TYPE_CHECKING:
     from rl360.config.run import ObjectiveConfig
-    from rl360.sessions.sample import AttemptRecord
+    from rl360.sessions.sample import AttemptRecord, LeafCounts
+
+BATCH_SCHEMA = 2
 
 
-BATCH_SCHEMA = 1
+@dataclass(frozen=True)
+class TrainRow:
+    """One sample to train, by reference: leaf `leaf` of the object `key`. tokens: its length; trained: ids under its
+    loss mask. The trainer refuses an object that is not what its row says."""
+
+    attempt_id: str
+    group_id: str
+    leaf: int
+    key: str
+    sha256: str
+    tokens: int
+    trained: int
+    advantage: float
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of one attempt. `tokens` holds sampled tokens by bucket; their sum is what the attempt sampled."""
+    """What became of one attempt. `leaves`: the reason of each of its samples, `bucket` that of the attempt: trained
+    when one of them is, else the first one's. `tokens`: sampled tokens by bucket, summing to what it sampled."""
 
     attempt_id: str
     group_id: str
@@ -50,6 +66,7 @@ class Decision:
     bucket: Bucket
     reward: float | None
     advantage: float | None
+    leaves: tuple[Bucket, ...] = ()
     tokens: dict[Bucket, int] = field(default_factory=dict)
 
     @property
@@ -60,6 +77,10 @@ class Decision:
     def trains(self) -> bool:
         return self.bucket is Bucket.TRAINED
 
+    @property
+    def trained_leaves(self) -> tuple[int, ...]:
+        return tuple(index for index, bucket in enumerate(self.leaves) if bucket is Bucket.TRAINED)
+
     def to_wire(self) -> dict[str, Any]:
         return {
             "attempt_id": self.attempt_id,
@@ -68,6 +89,7 @@ class Decision:
             "bucket": self.bucket.value,
             "reward": self.reward,
             "advantage": self.advantage,
+            "leaves": [bucket.value for bucket in self.leaves],
             "tokens": {bucket.value: count for bucket, count in self.tokens.items()},
         }
 
@@ -80,19 +102,27 @@ class Decision:
             bucket=Bucket(wire["bucket"]),
             reward=wire["reward"],
             advantage=wire["advantage"],
+            leaves=tuple(Bucket(name) for name in wire["leaves"]),
             tokens={Bucket(name): int(count) for name, count in wire["tokens"].items()},
         )
 
 
 @dataclass(frozen=True)
 class FilterResult:
-    """Decisions sorted by attempt id, and the attempts to train in the same order."""
+    """Decisions sorted by attempt id, and the samples to train in the same order."""
 
     decisions: tuple[Decision, ...]
-    kept: tuple[AttemptRecord, ...]
-    advantages: np.ndarray  # float64 [kept]
+    kept: tuple[TrainRow, ...]
     tokens: dict[Bucket, int]
-    trained_tokens: int
+
+    @property
+    def advantages(self) -> np.ndarray:
+        """float64 [kept]"""
+        return np.array([row.advantage for row in self.kept], dtype=np.float64)
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.tokens.get(Bucket.TRAINED, 0)
 
     @property
     def loss_weight(self) -> float:
@@ -100,24 +130,12 @@ class FilterResult:
         return 1.0 / self.trained_tokens if self.trained_tokens else 0.0
 
     def to_wire(self, run: str, step: int) -> dict[str, Any]:
-        """The train batch object (`filter.msgpack`): kept samples with their advantages, and every decision."""
-        samples = [
-            {
-                "attempt_id": attempt.attempt_id,
-                "group_id": attempt.group_id,
-                "tokens": attempt.sample.tokens,
-                "loss_mask": attempt.sample.loss_mask,
-                "logprobs": attempt.sample.logprobs,
-                "advantage": float(advantage),
-            }
-            for attempt, advantage in zip(self.kept, self.advantages, strict=True)
-            if attempt.sample is not None
-        ]
+        """The train batch object (`filter.msgpack`): kept samples by reference with advantages, and every decision."""
         return {
             "schema_version": BATCH_SCHEMA,
             "run": run,
             "step": step,
-            "samples": samples,
+            "samples": [asdict(row) for row in self.kept],
             "decisions": [decision.to_wire() for decision in self.decisions],
         }
 
@@ -127,7 +145,7 @@ def filter_groups(
 ) -> FilterResult:
     """Decide about every attempt of a step.
 
-    expected_version: the weight version this step samples from; a sample with a span of another one is stale.
+    expected_version: the weight version this step samples from; a sample with ids of another one is stale.
     Refuses (BadInput) duplicated attempt ids, missing group ids, and records that contradict themselves.
     """
     ordered = sorted(attempts, key=lambda attempt: attempt.attempt_id)
@@ -142,33 +160,59 @@ def filter_groups(
     advantage_of = {attempt.attempt_id: float(value) for attempt, value in zip(valid, advantages, strict=True)}
 
     decisions: list[Decision] = []
-    kept: list[AttemptRecord] = []
-    for attempt in ordered:
-        reason = _sample_reason(attempt, expected_version, max_seq_len) or group_reasons.get(attempt.group_id)
-        bucket, tokens = _place_tokens(attempt, reason)
-        if bucket is Bucket.TRAINED:
-            kept.append(attempt)
-        decisions.append(
-            Decision(
-                attempt_id=attempt.attempt_id,
-                group_id=attempt.group_id,
-                outcome=attempt.outcome,
-                bucket=bucket,
-                reward=None if attempt.verdict is None else attempt.verdict.reward,
-                advantage=advantage_of[attempt.attempt_id] if bucket is Bucket.TRAINED else None,
-                tokens=tokens,
-            )
-        )
+    kept: list[TrainRow] = []
     totals: Counter[Bucket] = Counter()
-    for decision in decisions:
+    for attempt in ordered:
+        reason = Bucket.INFRA if attempt.verdict is None else group_reasons.get(attempt.group_id)
+        decision = _decide(attempt, reason, advantage_of.get(attempt.attempt_id), expected_version, max_seq_len)
+        decisions.append(decision)
+        kept.extend(_rows(attempt, decision))
         totals.update(decision.tokens)
-    return FilterResult(
-        decisions=tuple(decisions),
-        kept=tuple(kept),
-        advantages=np.array([advantage_of[attempt.attempt_id] for attempt in kept], dtype=np.float64),
-        tokens=dict(totals),
-        trained_tokens=totals[Bucket.TRAINED],
+    return FilterResult(tuple(decisions), tuple(kept), dict(totals))
+
+
+def _decide(
+    attempt: AttemptRecord, reason: Bucket | None, advantage: float | None, expected_version: str, max_seq_len: int
+) -> Decision:
+    """The decision about one attempt; `reason` is why nothing of it trains, or None."""
+    leaves: list[Bucket] = []
+    tokens: Counter[Bucket] = Counter()
+    for leaf in _leaves(attempt):
+        own = None if reason is Bucket.INFRA else _leaf_reason(leaf, expected_version, max_seq_len)
+        bucket, counts = _place_tokens(leaf, own or reason)
+        leaves.append(bucket)
+        tokens.update(counts)
+    unmerged = reason if reason is Bucket.INFRA else Bucket.PREFIX_BREAK
+    bucket = Bucket.TRAINED if Bucket.TRAINED in leaves else next(iter(leaves), unmerged)
+    return Decision(
+        attempt_id=attempt.attempt_id,
+        group_id=attempt.group_id,
+        outcome=attempt.outcome,
+        bucket=bucket,
+        reward=None if attempt.verdict is None else attempt.verdict.reward,
+        advantage=advantage if bucket is Bucket.TRAINED else None,
+        leaves=tuple(leaves),
+        tokens=dict(tokens),
     )
+
+
+def _rows(attempt: AttemptRecord, decision: Decision) -> list[TrainRow]:
+    stored, advantage = attempt.stored, decision.advantage
+    if stored is None or advantage is None:
+        return []
+    return [
+        TrainRow(
+            attempt_id=attempt.attempt_id,
+            group_id=attempt.group_id,
+            leaf=index,
+            key=stored.key,
+            sha256=stored.sha256,
+            tokens=stored.leaves[index].tokens,
+            trained=stored.leaves[index].trainable,
+            advantage=advantage,
+        )
+        for index in decision.trained_leaves
+    ]
 
 
 def agrees(rewards: np.ndarray, rtol: float) -> bool:
@@ -189,35 +233,30 @@ def _group_reasons(rewards: np.ndarray, group_ids: Sequence[str], rtol: float) -
     return reasons
 
 
-def _sample_reason(attempt: AttemptRecord, expected_version: str, max_seq_len: int) -> Bucket | None:
-    """Why this attempt cannot train whatever its group does, or None."""
-    sample = attempt.sample
-    if attempt.verdict is None:
-        return Bucket.INFRA
-    if sample is None:
-        return Bucket.PREFIX_BREAK
-    if not np.isfinite(sample.logprobs).all():
-        return Bucket.NONFINITE
-    if any(version != expected_version for _, _, version in sample.version_spans):
+def _leaves(attempt: AttemptRecord) -> tuple[LeafCounts, ...]:
+    return attempt.stored.leaves if attempt.stored is not None else ()
+
+
+def _leaf_reason(leaf: LeafCounts, expected_version: str, max_seq_len: int) -> Bucket | None:
+    """Why this sample cannot train whatever its group does, or None."""
+    if leaf.sampling_differs or any(version != expected_version for version in leaf.versions):
         return Bucket.STALE
-    if len(sample.tokens) > max_seq_len:
-        return Bucket.OVER_LENGTH
-    return None
+    return Bucket.OVER_LENGTH if leaf.tokens > max_seq_len else None
 
 
-def _place_tokens(attempt: AttemptRecord, reason: Bucket | None) -> tuple[Bucket, dict[Bucket, int]]:
-    """The attempt's final bucket and its sampled tokens by bucket (zero counts left out)."""
-    sample = attempt.sample
-    if reason is not None or sample is None:
-        bucket = reason or Bucket.PREFIX_BREAK
-        return bucket, {bucket: attempt.sampled_tokens} if attempt.sampled_tokens else {}
-    tokens = {
-        Bucket.TRAINED: int(np.count_nonzero(sample.loss_mask)),
-        Bucket.AFTER_TRUNCATION: sample.after_truncation_tokens,
-        Bucket.PREFIX_BREAK: sample.prefix_break_tokens,
+def _dropped(leaf: LeafCounts) -> dict[Bucket, int]:
+    return {
+        Bucket.AFTER_TRUNCATION: leaf.after_truncation,
+        Bucket.PREFIX_BREAK: leaf.prefix_break,
+        Bucket.DUPLICATE: leaf.duplicate,
     }
+
+
+def _place_tokens(leaf: LeafCounts, reason: Bucket | None) -> tuple[Bucket, dict[Bucket, int]]:
+    """The sample's final bucket and its sampled tokens by bucket (zero counts left out)."""
+    tokens = {reason: leaf.sampled_tokens} if reason else {Bucket.TRAINED: leaf.trainable, **_dropped(leaf)}
     left = {bucket: count for bucket, count in tokens.items() if count}
-    return next(iter(left), Bucket.PREFIX_BREAK), left
+    return reason or next(iter(left), Bucket.PREFIX_BREAK), left
 
 
 def _refuse_malformed(attempts: Sequence[AttemptRecord]) -> None:
@@ -234,12 +273,10 @@ def _refuse_malformed(attempts: Sequence[AttemptRecord]) -> None:
         if (attempt.verdict is not None) != (attempt.outcome in HAS_VERDICT):
             has = "a verdict" if attempt.verdict is not None else "no verdict"
             raise BadInput(f"attempt {name}: outcome {attempt.outcome} with {has}; a reward exists only with a verdict")
-        sample = attempt.sample
-        if sample is not None:
-            masked = int(np.count_nonzero(sample.loss_mask))
-            dropped = sample.after_truncation_tokens + sample.prefix_break_tokens
-            if masked + dropped != sample.sampled_tokens:
+        for index, leaf in enumerate(_leaves(attempt)):
+            dropped = sum(_dropped(leaf).values())
+            if leaf.trainable + dropped != leaf.sampled_tokens:
                 raise BadInput(
-                    f"attempt {name}: {masked} tokens under the loss mask + {dropped} dropped != "
-                    f"{sample.sampled_tokens} sampled; the sample is broken"
+                    f"attempt {name} leaf {index}: {leaf.trainable} tokens under the loss mask + {dropped} dropped != "
+                    f"{leaf.sampled_tokens} sampled; the sample is broken"
                 )

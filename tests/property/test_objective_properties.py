@@ -12,14 +12,15 @@ from rl360.ledger.outcomes import HAS_VERDICT, INFRA, SAMPLED, Outcome
 from rl360.objective.filters import FilterResult, filter_groups
 from rl360.objective.losses import LossParts, policy_loss
 from rl360.sessions.sample import AttemptRecord
-from tests.unit.objective_data import attempt
+from tests.unit.objective_data import attempt, sample_at
 
 MAX_SEQ_LEN = 24
 
 
 @st.composite
 def batches(draw: st.DrawFn, verdicts_only: bool = False) -> list[AttemptRecord]:
-    """Up to 4 groups of up to 5 attempts: any outcome, graded rewards, cuts, breaks, stale and long samples."""
+    """Up to 4 groups of up to 5 attempts of up to 3 leaves: any outcome, graded rewards, cuts, breaks, lost races,
+    samples that are stale by version or by parameters, and long ones."""
     attempts = []
     for group in range(draw(st.integers(1, 4))):
         for index in range(draw(st.integers(1, 5))):
@@ -32,15 +33,24 @@ def batches(draw: st.DrawFn, verdicts_only: bool = False) -> list[AttemptRecord]
                     reward,
                     outcome=Outcome(outcome),
                     sample=draw(st.sampled_from([True, True, True, False])),
-                    trained=draw(st.integers(0, 9)),
-                    prompt=draw(st.integers(1, 12)),
-                    after_cut=draw(st.sampled_from([0, 0, 3])),
-                    prefix_break=draw(st.sampled_from([0, 0, 2])),
-                    version=draw(st.sampled_from(["run:0", "run:0", "run:0", "run:1"])),
+                    leaves=draw(st.lists(LEAVES, min_size=1, max_size=3)),
                     seed=len(attempts),
                 )
             )
     return attempts
+
+
+LEAVES = st.fixed_dictionaries(
+    {
+        "trained": st.integers(0, 9),
+        "prompt": st.integers(1, 12),
+        "after_cut": st.sampled_from([0, 0, 3]),
+        "prefix_break": st.sampled_from([0, 0, 2]),
+        "duplicate": st.sampled_from([0, 0, 4]),
+        "version": st.sampled_from(["run:0", "run:0", "run:0", "run:1"]),
+        "differs": st.sampled_from([0, 0, 0, 0, 1]),
+    }
+)
 
 
 configs = st.builds(
@@ -57,7 +67,7 @@ def run_filter(attempts: list[AttemptRecord], config: ObjectiveConfig) -> Filter
 
 def batch_tensors(result: FilterResult) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """New log-probs (a fixed offset from the rollout's), rollout log-probs, advantages, mask: `[all tokens]`."""
-    samples = [record.sample for record in result.kept if record.sample is not None]
+    samples = [sample_at(row) for row in result.kept]
     if not samples:
         empty = torch.zeros(0, dtype=torch.float64)
         return empty.clone().requires_grad_(), empty, empty, empty
@@ -113,8 +123,12 @@ def test_conservation(attempts: list[AttemptRecord], config: ObjectiveConfig) ->
     assert {d.attempt_id: d.sampled_tokens for d in result.decisions} == sampled
     assert sum(result.tokens.values()) == sum(sampled.values())
     assert set(result.tokens) <= set(SAMPLED)
-    kept_masks = sum(int(record.sample.loss_mask.sum()) for record in result.kept if record.sample is not None)
-    assert result.trained_tokens == kept_masks
+    assert result.trained_tokens == sum(int(sample_at(row).loss_mask.sum()) for row in result.kept)
+    assert all(sample_at(row).attempt_id == row.attempt_id and sample_at(row).leaf == row.leaf for row in result.kept)
+    trained = [(d.attempt_id, leaf) for d in result.decisions for leaf in d.trained_leaves]
+    assert [(row.attempt_id, row.leaf) for row in result.kept] == trained and len(set(trained)) == len(trained)
+    advantage_of = {d.attempt_id: d.advantage for d in result.decisions}
+    assert all(row.advantage == advantage_of[row.attempt_id] for row in result.kept)
     _, _, parts = loss_and_gradient(result, config)
     assert parts.weight_sum.item() == result.trained_tokens
 
@@ -125,7 +139,7 @@ def test_order_invariance(attempts: list[AttemptRecord], config: ObjectiveConfig
     first, second = run_filter(attempts, config), run_filter(data.draw(st.permutations(attempts)), config)
     assert first.decisions == second.decisions
     assert first.advantages.tobytes() == second.advantages.tobytes()
-    assert [record.attempt_id for record in first.kept] == [record.attempt_id for record in second.kept]
+    assert first.kept == second.kept
 
 
 @settings(deadline=None, max_examples=60)

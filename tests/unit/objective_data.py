@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
-from rl360.sessions.sample import AttemptRecord, MergedSample
+from rl360.objective.filters import TrainRow
+from rl360.sessions.sample import (
+    AttemptRecord,
+    LeafCounts,
+    MergedSample,
+    SampleRef,
+    decode_samples,
+    encode_samples,
+)
+from rl360.store.codec import sha256_hex
+from rl360.store.layout import merged_key
 
 DIGEST = "ab" * 32
+OBJECTS: dict[str, bytes] = {}  # the sample objects made here, by their sha256
 
 
 def sample_of(
@@ -20,8 +34,11 @@ def sample_of(
     observed: int = 3,
     after_cut: int = 0,
     prefix_break: int = 0,
+    duplicate: int = 0,
     version: str = "run:0",
     truncated: bool = False,
+    differs: int = 0,
+    leaf: int = 0,
     seed: int = 0,
 ) -> MergedSample:
     """A sample of `prompt` ids, then `trained` sampled ids with `observed` ids of tool output in the middle."""
@@ -37,16 +54,32 @@ def sample_of(
         group_id=group_id,
         task_id="chores-rename",
         session_id=f"session-{attempt_id}",
+        leaf=leaf,
         tokens=rng.integers(0, 1024, len(mask)).astype(np.int32),
         loss_mask=mask,
         logprobs=logprobs,
         version_spans=spans,
-        sampled_tokens=trained + after_cut + prefix_break,
+        sampled_tokens=trained + after_cut + prefix_break + duplicate,
         after_truncation_tokens=after_cut,
         prefix_break_tokens=prefix_break,
+        duplicate_tokens=duplicate,
         truncated=truncated,
+        sampling_differs=differs,
         turns=2,
     ).check(attempt_id)
+
+
+def store_samples(samples: Sequence[MergedSample], key: str) -> SampleRef:
+    """What a session server answers after it stored these under `key`."""
+    data = encode_samples(samples)
+    digest = sha256_hex(data)
+    OBJECTS[digest] = data
+    return SampleRef(key, digest, len(data), tuple(LeafCounts.of(sample) for sample in samples))
+
+
+def sample_at(row: TrainRow) -> MergedSample:
+    """The sample that a row of the batch refers to."""
+    return decode_samples(OBJECTS[row.sha256], row.key)[row.leaf]
 
 
 def attempt(
@@ -57,10 +90,15 @@ def attempt(
     step: int = 0,
     outcome: Outcome | None = None,
     sample: bool = True,
+    leaves: Sequence[dict[str, Any]] = ({},),
     domain: str = "files",
-    **sample_args: object,
+    wave: int = 0,
+    **sample_args: Any,
 ) -> AttemptRecord:
-    """One attempt record; `reward` None makes it an infra loss (agent_timeout unless `outcome` says otherwise)."""
+    """One attempt record; `reward` None makes it an infra loss (agent_timeout unless `outcome` says otherwise).
+
+    leaves: one map of arguments a sample, over `sample_args`, which are those of all.
+    """
     group_id = f"s{step:06}-g{group:03}"
     attempt_id = f"{group_id}-a{index:02}-t0"
     if outcome is None:
@@ -70,7 +108,10 @@ def attempt(
         verdict = Verdict(
             task_id="chores-rename", attempt_id=attempt_id, reward=reward, verifier_digest=DIGEST, finished_at=1.0
         )
-    merged = sample_of(attempt_id, group_id, **sample_args) if sample else None  # type: ignore[arg-type]
+    stored = None
+    if sample:
+        merged = [sample_of(attempt_id, group_id, leaf=i, **{**sample_args, **own}) for i, own in enumerate(leaves)]
+        stored = store_samples(merged, merged_key("demo", step, wave, attempt_id))
     return AttemptRecord(
         attempt_id=attempt_id,
         group_id=group_id,
@@ -80,7 +121,7 @@ def attempt(
         verdict=verdict,
         exit_status="ok" if reward is not None else outcome.value,
         session_id=f"session-{attempt_id}",
-        sample=merged,
+        stored=stored,
         domain=domain,
         phases_s={"queue": 0.1, "setup": 0.2, "agent": 2.0, "verify": 0.3, "teardown": 0.1},
     ).check(attempt_id)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from rl360.config.run import ObjectiveConfig
-from rl360.errors import BadInput
+from rl360.errors import BadInput, CorruptObject
 from rl360.ledger.outcomes import Bucket, Outcome
 from rl360.objective.filters import Decision, FilterResult, filter_groups
 from rl360.sessions.sample import AttemptRecord
-from tests.unit.objective_data import attempt
+from rl360.store.codec import pack, unpack
+from tests.unit.objective_data import attempt, sample_of
 
 CONFIG = ObjectiveConfig()
 
@@ -84,13 +85,69 @@ def test_over_length() -> None:
     assert buckets(result) == [Bucket.OVER_LENGTH, Bucket.TRAINED]
 
 
-def test_nonfinite_logprobs_never_train() -> None:
-    broken = attempt(0, 0, 1.0)
-    assert broken.sample is not None
-    logprobs = broken.sample.logprobs.copy()
+def test_nonfinite_logprobs_are_never_stored() -> None:
+    """They get no reference, so no filter ever sees them: the merge is refused."""
+    sample = sample_of("a", "g")
+    logprobs = sample.logprobs.copy()
     logprobs[5] = np.nan
-    broken = replace(broken, sample=replace(broken.sample, logprobs=logprobs))
-    assert buckets(run_filter([broken, attempt(0, 1, 0.0)])) == [Bucket.NONFINITE, Bucket.TRAINED]
+    with pytest.raises(CorruptObject, match="not finite"):
+        replace(sample, logprobs=logprobs).check("a")
+
+
+def test_sampled_with_other_parameters_than_the_runs_is_stale() -> None:
+    result = run_filter([attempt(0, 0, 1.0, differs=1), attempt(0, 1, 0.0), attempt(0, 2, 0.0)])
+    assert buckets(result) == [Bucket.STALE, Bucket.TRAINED, Bucket.TRAINED]
+    assert result.tokens == {Bucket.STALE: 6, Bucket.TRAINED: 12}
+    np.testing.assert_allclose(result.advantages, [-1 / 3, -1 / 3], rtol=1e-15)
+
+
+def test_what_lost_a_race_is_counted() -> None:
+    result = run_filter([attempt(0, 0, 0.0, duplicate=4), attempt(0, 1, 1.0, trained=0, duplicate=2)])
+    assert buckets(result) == [Bucket.TRAINED, Bucket.DUPLICATE]
+    assert result.tokens == {Bucket.TRAINED: 6, Bucket.DUPLICATE: 6}
+
+
+def test_an_attempt_counts_once_in_its_baseline_however_many_leaves_it_has() -> None:
+    branched = attempt(0, 0, 1.0, leaves=[{"trained": 6, "prefix_break": 2}, {"trained": 3}, {"trained": 5}])
+    result = run_filter([branched, attempt(0, 1, 0.0), attempt(0, 2, 0.0), attempt(0, 3, 0.0)])
+    assert result.advantages.tolist() == [0.75] * 3 + [-0.25] * 3, "one passed of four, not three of six"
+    assert [(row.attempt_id[-6:], row.leaf, row.trained) for row in result.kept] == [
+        ("a00-t0", 0, 6),
+        ("a00-t0", 1, 3),
+        ("a00-t0", 2, 5),
+        ("a01-t0", 0, 6),
+        ("a02-t0", 0, 6),
+        ("a03-t0", 0, 6),
+    ]
+    assert len({(row.key, row.leaf) for row in result.kept}) == 6 and len({row.key for row in result.kept}) == 4
+    assert result.decisions[0].trained_leaves == (0, 1, 2)
+    assert result.decisions[0].tokens == {Bucket.TRAINED: 14, Bucket.PREFIX_BREAK: 2}
+    assert result.loss_weight == 1 / 32
+
+
+def test_each_leaf_trains_or_has_its_own_reason() -> None:
+    leaves = [{"version": "run:7", "prefix_break": 2}, {"prompt": 30}, {}, {"trained": 0, "after_cut": 1}]
+    result = run_filter([attempt(0, 0, 1.0, leaves=leaves), attempt(0, 1, 0.0)], max_seq_len=20)
+    decision = result.decisions[0]
+    assert decision.leaves == (Bucket.STALE, Bucket.OVER_LENGTH, Bucket.TRAINED, Bucket.AFTER_TRUNCATION)
+    assert (decision.bucket, decision.advantage, decision.trained_leaves) == (Bucket.TRAINED, 0.5, (2,))
+    assert decision.tokens == {
+        Bucket.STALE: 8,
+        Bucket.OVER_LENGTH: 6,
+        Bucket.TRAINED: 6,
+        Bucket.AFTER_TRUNCATION: 1,
+    }
+    assert [row.leaf for row in result.kept] == [2, 0]
+    nothing = run_filter([attempt(0, 0, 1.0, leaves=leaves[:2]), attempt(0, 1, 0.0)], max_seq_len=20).decisions[0]
+    assert (nothing.bucket, nothing.advantage, nothing.trained_leaves) == (Bucket.STALE, None, ())
+
+
+@pytest.mark.parametrize(("reward", "bucket"), [(None, Bucket.INFRA), (1.0, Bucket.ZERO_DISAGREEMENT)])
+def test_what_holds_for_the_attempt_holds_for_all_its_leaves(reward: float | None, bucket: Bucket) -> None:
+    result = run_filter([attempt(0, 0, reward, leaves=[{}, {"duplicate": 3}]), attempt(0, 1, 1.0), attempt(0, 2, 1.0)])
+    assert result.decisions[0].leaves == (bucket, bucket)
+    assert result.decisions[0].tokens == {bucket: 15}
+    assert result.kept == ()
 
 
 def test_a_verdict_without_a_sample_counts_for_the_group_only() -> None:
@@ -112,9 +169,10 @@ def test_contradictions_are_refused() -> None:
         run_filter([replace(good, verdict=None)])
     with pytest.raises(BadInput, match="outcome aborted with a verdict"):
         run_filter([replace(good, outcome=Outcome.ABORTED)])
-    assert good.sample is not None
-    with pytest.raises(BadInput, match=r"6 tokens under the loss mask \+ 0 dropped != 9 sampled"):
-        run_filter([replace(good, sample=replace(good.sample, sampled_tokens=9))])
+    assert good.stored is not None
+    broken = replace(good.stored, leaves=(replace(good.stored.leaves[0], sampled_tokens=9),))
+    with pytest.raises(BadInput, match=r"a00-t0 leaf 0: 6 tokens under the loss mask \+ 0 dropped != 9 sampled"):
+        run_filter([replace(good, stored=broken)])
 
 
 def test_nothing_at_all_is_an_empty_step() -> None:
@@ -123,10 +181,22 @@ def test_nothing_at_all_is_an_empty_step() -> None:
     assert result.trained_tokens == 0
 
 
-def test_the_batch_object_holds_kept_samples_and_all_decisions() -> None:
-    result = run_filter([attempt(0, 1, 0.0), attempt(0, 0, 1.0), attempt(1, 0, None)])
-    wire = result.to_wire("demo", 3)
-    assert (wire["schema_version"], wire["run"], wire["step"]) == (1, "demo", 3)
+def test_the_batch_object_holds_references_to_kept_samples_and_all_decisions() -> None:
+    records = [attempt(0, 1, 0.0), attempt(0, 0, 1.0), attempt(1, 0, None)]
+    result = run_filter(records)
+    wire = unpack(pack(result.to_wire("demo", 3)), "k")
+    assert (wire["schema_version"], wire["run"], wire["step"]) == (2, "demo", 3)
+    assert records[1].stored is not None
+    assert wire["samples"][0] == {
+        "attempt_id": "s000000-g000-a00-t0",
+        "group_id": "s000000-g000",
+        "leaf": 0,
+        "key": "demo/steps/000000/merged/0000/s000000-g000-a00-t0.msgpack",
+        "sha256": records[1].stored.sha256,
+        "tokens": 13,
+        "trained": 6,
+        "advantage": 0.5,
+    }
     assert [sample["attempt_id"] for sample in wire["samples"]] == ["s000000-g000-a00-t0", "s000000-g000-a01-t0"]
     assert [sample["advantage"] for sample in wire["samples"]] == [0.5, -0.5]
     assert tuple(Decision.from_wire(item) for item in wire["decisions"]) == result.decisions
