@@ -87,9 +87,11 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
     yield _engine_check(rows)
 
     trained = sum(row.tokens.get(Bucket.TRAINED, 0) for row in rows)
-    fault = _first(rows, lambda row: row.trains != (row.tokens.get(Bucket.TRAINED, 0) > 0))
-    train = ledger.train
-    yield _equal("trained samples", "booked", len(ledger.trained_ids), "trainer", train.trained_samples, fault)
+    fault = _first(
+        rows, lambda row: len({row.trains, row.trained_samples > 0, row.tokens.get(Bucket.TRAINED, 0) > 0}) > 1
+    )
+    train, samples = ledger.train, sum(row.trained_samples for row in rows)
+    yield _equal("trained samples", "booked", samples, "trainer", train.trained_samples, fault)
     yield _equal("trained tokens", "booked", trained, "trainer", train.trained_tokens)
     weights = math.fsum(row.loss_weight for row in rows)
     holds = math.isclose(weights, train.loss_weight_sum, rel_tol=WEIGHT_RTOL, abs_tol=0.0)
@@ -107,7 +109,7 @@ def _engine_check(rows: tuple[AttemptRow, ...]) -> Check:
     A session may hold more than its agent saw (the agent was stopped while a turn was being sampled), never less:
     less would be tokens the engine sampled that nobody accounts for.
     """
-    compared = [(row, row.agent_tokens) for row in rows if row.agent_tokens is not None and row.has_sample]
+    compared = [(row, row.agent_tokens) for row in rows if row.agent_tokens is not None and row.leaves]
     lost = [row.attempt_id for row, agent_tokens in compared if agent_tokens > row.sampled_tokens]
     unseen = sum(max(0, row.sampled_tokens - agent_tokens) for row, agent_tokens in compared)
     detail = (

@@ -11,17 +11,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rl360.errors import CorruptObject
 from rl360.ledger.checks import LedgerBroken, refuse_broken
 from rl360.ledger.outcomes import NOT_SAMPLED, Bucket, Outcome
 
 if TYPE_CHECKING:
     from rl360.objective.filters import Decision
-    from rl360.sessions.sample import AttemptRecord, MergedSample
+    from rl360.sessions.sample import AttemptRecord, LeafCounts
 
-LEDGER_SCHEMA = 1
+LEDGER_SCHEMA = 2
 # What the agent was told the engine had sampled for it (the usage of each reply, summed).
 AGENT_TOKENS = "completion_tokens"
 # The trainer's status for a batch whose loss or gradient was not finite: no optimizer step was taken.
@@ -32,7 +30,9 @@ REFUSED = "nonfinite"
 class AttemptRow:
     """One attempt in the books.
 
-    tokens: sampled tokens by bucket, sums to `sampled_tokens`; context: tokens by prompt and observation.
+    leaves: why each of its samples trained or not, in order; empty when the session could not be merged.
+    tokens: sampled tokens by bucket, sums to `sampled_tokens`; context: ids under no loss mask, by prompt (before a
+    sample's first trained id) and observation (after it).
     token_weight: the loss weight of each of its trained tokens (1 / trained tokens of the step), None when it trains
     nothing; `loss_weight` is their sum. agent_tokens: what the engine's replies to the agent added up to, None when
     the attempt reported none.
@@ -54,7 +54,7 @@ class AttemptRow:
     agent_tokens: int | None
     token_weight: float | None
     loss_weight: float
-    has_sample: bool
+    leaves: tuple[Bucket, ...]
     truncated: bool
     turns: int
     seconds: float
@@ -63,6 +63,10 @@ class AttemptRow:
     @property
     def trains(self) -> bool:
         return self.bucket is Bucket.TRAINED
+
+    @property
+    def trained_samples(self) -> int:
+        return self.leaves.count(Bucket.TRAINED)
 
 
 @dataclass(frozen=True)
@@ -214,10 +218,17 @@ def _refused(decision: Decision) -> Decision:
     """The decision after the trainer refused the batch: what would have trained did not, and is booked as nonfinite."""
     if not decision.trains:
         return decision
-    tokens: dict[Bucket, int] = {
-        Bucket.NONFINITE if bucket is Bucket.TRAINED else bucket: n for bucket, n in decision.tokens.items()
-    }
-    return replace(decision, bucket=Bucket.NONFINITE, advantage=None, tokens=tokens)
+
+    def booked(bucket: Bucket) -> Bucket:
+        return Bucket.NONFINITE if bucket is Bucket.TRAINED else bucket
+
+    return replace(
+        decision,
+        bucket=Bucket.NONFINITE,
+        advantage=None,
+        leaves=tuple(booked(bucket) for bucket in decision.leaves),
+        tokens={booked(bucket): count for bucket, count in decision.tokens.items()},
+    )
 
 
 def _row(record: AttemptRecord, decision: Decision, weight: float) -> AttemptRow:
@@ -227,8 +238,12 @@ def _row(record: AttemptRecord, decision: Decision, weight: float) -> AttemptRow
             f"attempt {record.attempt_id}: recorded as {record.outcome} in {record.group_id} with reward {reward}, "
             f"decided as {decision.outcome} in {decision.group_id} with reward {decision.reward}"
         )
+    leaves = record.stored.leaves if record.stored is not None else ()
+    if len(leaves) != len(decision.leaves):
+        raise LedgerBroken(
+            f"attempt {record.attempt_id}: {len(leaves)} samples recorded, {len(decision.leaves)} decided"
+        )
     trained = decision.tokens.get(Bucket.TRAINED, 0)
-    sample = record.sample
     reported = record.agent_metrics.get(AGENT_TOKENS)
     return AttemptRow(
         attempt_id=record.attempt_id,
@@ -243,28 +258,28 @@ def _row(record: AttemptRecord, decision: Decision, weight: float) -> AttemptRow
         advantage=decision.advantage,
         sampled_tokens=record.sampled_tokens,
         tokens=dict(decision.tokens),
-        context={} if sample is None else _context_tokens(sample),
+        context=_context_tokens(leaves),
         agent_tokens=None if reported is None else int(reported),
         token_weight=weight if trained else None,
         loss_weight=trained * weight,
-        has_sample=sample is not None,
-        truncated=record.outcome is Outcome.TRUNCATED or bool(sample is not None and sample.truncated),
-        turns=0 if sample is None else sample.turns,
+        leaves=decision.leaves,
+        truncated=record.outcome is Outcome.TRUNCATED or any(leaf.truncated for leaf in leaves),
+        turns=sum(leaf.turns for leaf in leaves),
         seconds=max(record.finished_at - record.started_at, sum(record.phases_s.values())),
         phases_s=dict(record.phases_s),
     )
 
 
-def _context_tokens(sample: MergedSample) -> dict[Bucket, int]:
-    """Tokens of the trajectory that nobody sampled: before the first sampled id the prompt, after it observations."""
-    sampled_at = np.flatnonzero(sample.loss_mask)
-    prompt = int(sampled_at[0]) if len(sampled_at) else len(sample.tokens)
-    return {Bucket.PROMPT: prompt, Bucket.OBSERVATION: len(sample.tokens) - prompt - len(sampled_at)}
+def _context_tokens(leaves: Sequence[LeafCounts]) -> dict[Bucket, int]:
+    if not leaves:
+        return {}
+    prompt, observation = sum(leaf.prompt for leaf in leaves), sum(leaf.observation for leaf in leaves)
+    return {Bucket.PROMPT: prompt, Bucket.OBSERVATION: observation}
 
 
 def _row_to_wire(row: AttemptRow) -> dict[str, Any]:
     wire = {name: getattr(row, name) for name in AttemptRow.__dataclass_fields__}
-    wire.update(outcome=row.outcome.value, bucket=row.bucket.value)
+    wire.update(outcome=row.outcome.value, bucket=row.bucket.value, leaves=[leaf.value for leaf in row.leaves])
     wire["tokens"] = {bucket.value: count for bucket, count in row.tokens.items()}
     wire["context"] = {bucket.value: count for bucket, count in row.context.items()}
     return wire
@@ -274,6 +289,7 @@ def _row_from_wire(wire: Mapping[str, Any]) -> AttemptRow:
     fields = dict(wire)
     fields["outcome"] = Outcome(fields["outcome"])
     fields["bucket"] = Bucket(fields["bucket"])
+    fields["leaves"] = tuple(Bucket(leaf) for leaf in fields["leaves"])
     fields["tokens"] = {Bucket(name): int(count) for name, count in fields["tokens"].items()}
     fields["context"] = {Bucket(name): int(count) for name, count in fields["context"].items()}
     if NOT_SAMPLED & fields["tokens"].keys():

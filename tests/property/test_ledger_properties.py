@@ -29,14 +29,23 @@ def records(draw: st.DrawFn, outcomes: list[Outcome], first_index: int = 0) -> l
                     reward,
                     outcome=outcome,
                     sample=draw(st.sampled_from([True, True, False])),
-                    trained=draw(st.integers(0, 8)),
-                    after_cut=draw(st.sampled_from([0, 3])),
-                    prefix_break=draw(st.sampled_from([0, 2])),
-                    version=draw(st.sampled_from(["run:0", "run:0", "run:3"])),
+                    leaves=draw(st.lists(LEAVES, min_size=1, max_size=3)),
                     domain=draw(st.sampled_from(["files", "text"])),
                 )
             )
     return drawn
+
+
+LEAVES = st.fixed_dictionaries(
+    {
+        "trained": st.integers(0, 8),
+        "after_cut": st.sampled_from([0, 3]),
+        "prefix_break": st.sampled_from([0, 2]),
+        "duplicate": st.sampled_from([0, 0, 5]),
+        "version": st.sampled_from(["run:0", "run:0", "run:3"]),
+        "differs": st.sampled_from([0, 0, 1]),
+    }
+)
 
 
 @settings(deadline=None, max_examples=60)

@@ -68,6 +68,21 @@ def test_rows_hold_outcome_bucket_and_weight() -> None:
     assert all(check.holds for check in check_ledger(ledger))
 
 
+def test_the_leaves_of_an_attempt_are_one_row() -> None:
+    """Its baseline counts once, its samples are counted apart, its tokens and context are those of all its samples."""
+    leaves = [{"trained": 6, "prefix_break": 1}, {"trained": 4, "duplicate": 2}, {"version": "run:7"}]
+    ledger = ledger_of([attempt(0, 0, 1.0, leaves=leaves), attempt(0, 1, 0.0)])
+    row = ledger.attempts[0]
+    assert row.leaves == (Bucket.TRAINED, Bucket.TRAINED, Bucket.STALE)
+    assert (row.bucket, row.advantage, row.trained_samples) == (Bucket.TRAINED, 0.5, 2)
+    assert row.tokens == {Bucket.TRAINED: 10, Bucket.PREFIX_BREAK: 1, Bucket.DUPLICATE: 2, Bucket.STALE: 6}
+    assert row.sampled_tokens == 19
+    assert row.context == {Bucket.PROMPT: 12, Bucket.OBSERVATION: 9}
+    assert row.loss_weight == pytest.approx(10 / 16)
+    assert ledger.train.trained_samples == 3 and ledger.trained_ids == [r.attempt_id for r in ledger.attempts]
+    assert all(check.holds for check in check_ledger(ledger))
+
+
 def test_a_step_that_trains_nothing_is_empty_not_zero() -> None:
     ledger = ledger_of([attempt(0, 0, 1.0), attempt(0, 1, 1.0)])
     assert ledger.train.status == "empty"
@@ -99,6 +114,11 @@ def test_round_trip_through_the_store_format() -> None:
             "recorded as passed .* reward 1.0, decided as passed .* reward 0.0",
         ),
         ({"decisions": decisions_with(0, outcome=Outcome.FAILED)}, "decided as failed"),
+        (
+            {"decisions": decisions_with(0, leaves=(Bucket.TRAINED, Bucket.STALE))},
+            "a00-t0: 1 samples recorded, 2 decided",
+        ),
+        ({"decisions": decisions_with(0, leaves=(Bucket.STALE,))}, "trained samples: booked 1 != trainer 2 .*a00-t0"),
         ({"decisions": decisions_with(0)[1:]}, "7 attempts were recorded and 6 decided"),
         ({"decisions": [*decisions_with(0)[1:], decisions_with(1)[1]]}, "7 attempts were recorded and 7 decided"),
         ({"attempts": [*ATTEMPTS, ATTEMPTS[0]]}, "8 attempts were recorded and 7 decided"),
@@ -135,6 +155,7 @@ def test_a_batch_the_trainer_refused_is_booked_as_nonfinite() -> None:
     assert ledger.attempts[0].tokens == {Bucket.NONFINITE: 6}
     assert ledger.attempts[1].tokens == {Bucket.NONFINITE: 6, Bucket.AFTER_TRUNCATION: 4}
     assert (ledger.attempts[0].advantage, ledger.attempts[0].loss_weight) == (None, 0.0)
+    assert ledger.attempts[0].leaves == (Bucket.NONFINITE,)
     assert all(check.holds for check in check_ledger(ledger))
 
 
@@ -156,7 +177,7 @@ def test_tokens_the_engine_reported_and_nobody_recorded_are_found() -> None:
 
 def test_malformed_objects_are_refused_by_key() -> None:
     wire = build().to_wire()
-    with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 1"):
+    with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 2"):
         StepLedger.from_wire({**wire, "schema_version": 9}, "some/key")
     with pytest.raises(CorruptObject, match=r"some/key: is not a ledger \(KeyError: 'train'\)"):
         StepLedger.from_wire({name: value for name, value in wire.items() if name != "train"}, "some/key")
