@@ -1,6 +1,7 @@
 """Roll out one wave: every attempt of it to a stored record. One Prefect task per wave, never one per attempt.
 
-A wave that runs again reads the records it already stored and launches only what is missing.
+A wave that runs again reads the records it already stored and launches only what is missing. Its last act is one table
+of all its records, the only object its manifest names: later tasks read tables, never single records or samples.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections import Counter
 
 from prefect import task
 
+from rl360.agents.records import put_table
 from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
 from rl360.config.run import RunConfig
 from rl360.ledger.outcomes import Outcome
 from rl360.sessions.sample import AttemptRecord
-from rl360.store.codec import pack, sha256_hex, unpack
-from rl360.store.layout import attempt_key, step_key
-from rl360.store.manifest import Manifest, ObjectRef, get_object, put_object
+from rl360.store.codec import pack, unpack
+from rl360.store.layout import attempt_key, step_key, wave_key
+from rl360.store.manifest import Manifest, get_object, put_object
 from rl360.tasksets.plan import StepPlan
 from tasks.durable import RULES, SAFE_TO_REPEAT, Job, Produced, once
 from tasks.push_weights import bring_engines_to
@@ -33,7 +35,7 @@ def wave_task(wave: int) -> str:
 
 @task(name="roll_out", task_run_name="roll_out wave {wave}", **RULES)
 def roll_out(config: RunConfig, step: int, wave: int, weight_version: str) -> Manifest:
-    """Run the wave's attempts against the engines at `weight_version`; write one record per try."""
+    """Run the wave's attempts against the engines at `weight_version`; write one record per try and their table."""
     return once(config, step, wave_task(wave), lambda job: _roll_out(job, wave, weight_version))
 
 
@@ -45,27 +47,26 @@ def load_plan(job: Job) -> StepPlan:
 
 def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
     specs = load_plan(job).waves[wave]
-    refs, records = _stored(job, wave)
+    records = _stored(job, wave)
     if records:
         job.log.info("wave %d: %d records of an earlier try are kept", wave, len(records))
     started_at = time.monotonic()
-    asyncio.run(_run_wave(job, wave, specs, weight_version, refs, records))
+    table = wave_key(job.run, job.step, wave)
+    if not job.store.exists(table):  # a table closes its wave: a further try would be missing from it
+        asyncio.run(_run_wave(job, wave, specs, weight_version, records))
     outcomes = Counter(str(record.outcome) for record in records.values())
     job.log.info(
         "wave %d: %d attempts in %.1f s: %s", wave, len(records), time.monotonic() - started_at, dict(outcomes)
     )
-    return Produced(objects=[refs[key] for key in sorted(refs)], counts=dict(outcomes))
+    return Produced(objects=[put_table(job.store, table, list(records.values()))], counts=dict(outcomes))
 
 
-def _stored(job: Job, wave: int) -> tuple[dict[str, ObjectRef], dict[str, AttemptRecord]]:
-    refs: dict[str, ObjectRef] = {}
+def _stored(job: Job, wave: int) -> dict[str, AttemptRecord]:
     records: dict[str, AttemptRecord] = {}
     for key in job.store.list(step_key(job.run, job.step, f"attempts/{wave:04}/")):
-        data = job.store.get_required(key)
-        record = AttemptRecord.from_wire(unpack(data, key), key)
-        refs[record.attempt_id] = ObjectRef(key=key, sha256=sha256_hex(data), size_bytes=len(data))
+        record = AttemptRecord.from_wire(unpack(job.store.get_required(key), key), key)
         records[record.attempt_id] = record
-    return refs, records
+    return records
 
 
 async def _run_wave(
@@ -73,12 +74,10 @@ async def _run_wave(
     wave: int,
     specs: list[AttemptSpec],
     weight_version: str,
-    refs: dict[str, ObjectRef],
     records: dict[str, AttemptRecord],
 ) -> None:
     def keep(record: AttemptRecord) -> None:
-        key = attempt_key(job.run, job.step, wave, record.attempt_id)
-        refs[record.attempt_id] = put_object(job.store, key, pack(record.to_wire()))
+        put_object(job.store, attempt_key(job.run, job.step, wave, record.attempt_id), pack(record.to_wire()))
         records[record.attempt_id] = record
 
     engines = EngineWatch(job, weight_version)
@@ -92,7 +91,7 @@ async def _run_wave(
             await roll_out_slot(client, spec, earlier, keep, engines.mend)
 
     try:
-        client = RolloutClient(job.services, job.config, job.step, weight_version)
+        client = RolloutClient(job.services, job.config, job.step, wave, weight_version)
         async with client, asyncio.TaskGroup() as group:
             for spec in specs:
                 group.create_task(one(client, spec))

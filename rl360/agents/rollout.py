@@ -1,9 +1,9 @@
 """The rollout function: one attempt from an empty session to a record in the store.
 
-An attempt is: open a session, have the sandbox server run agent and verifier against it (`POST /run`), read the
-merged sample back, write the `AttemptRecord`, close the session. Both servers are idempotent by attempt id, so an
-attempt whose client was killed is joined, not repeated. Whatever goes wrong becomes an outcome of this attempt alone;
-nothing here turns a failure into a reward.
+An attempt is: open a session, have the sandbox server run agent and verifier against it (`POST /run`), have the
+session server merge and store what it holds, write the `AttemptRecord` with the reference, close the session. No
+payload comes through here. Both servers are idempotent by attempt id, so an attempt whose client was killed is joined,
+not repeated. Whatever goes wrong becomes an outcome of this attempt alone; nothing here turns a failure into a reward.
 
 A try that infrastructure lost may be tried again (`rollout.infra_retries`); every try keeps a record of its own, so
 the tokens it sampled stay accounted for.
@@ -24,18 +24,17 @@ from pydantic import ValidationError
 
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
-from rl360.errors import BadInput, CorruptObject
+from rl360.errors import BadInput, CorruptObject, StoreUnavailable
 from rl360.harbor.outcome import RETRYABLE
 from rl360.harbor.protocol import RunReply, RunRequest, SandboxLimits
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.pools import busy_pool
-from rl360.sessions.sample import AttemptRecord, MergedSample
-from rl360.store.codec import unpack
+from rl360.sessions.sample import AttemptRecord, SampleRef
+from rl360.store.layout import merged_key
 
 _PATIENCE_S = 30.0  # how long a server may refuse connections (it restarts) or have no room before a try is lost
 _PAUSE_S = (0.5, 3.0)  # first and longest pause between two requests
-_REFUSED = frozenset({400, 401, 403})  # the same request can never work, for this try and for all others
-
+_REFUSED = frozenset({400, 401, 403, 501})  # the same request can never work, for this try and for all others
 _FLUSH_TIMEOUT_S = 5.0
 
 
@@ -67,12 +66,13 @@ def _spread(urls: list[str], key: str) -> str:
 
 
 class RolloutClient:
-    """Talks to the session and sandbox servers of one deployment, for one run at one weight version."""
+    """Talks to the session and sandbox servers of one deployment, for one wave at one weight version."""
 
-    def __init__(self, services: Services, config: RunConfig, step: int, weight_version: str) -> None:
+    def __init__(self, services: Services, config: RunConfig, step: int, wave: int, weight_version: str) -> None:
         self.services = services
         self.config = config
         self.step = step
+        self.wave = wave
         self.weight_version = weight_version
         deadlines = config.deadlines
         self._http = httpx.AsyncClient(
@@ -89,10 +89,11 @@ class RolloutClient:
 
     async def attempt(self, spec: AttemptSpec, try_index: int) -> AttemptRecord:
         """Run one try to its end. What a server or the network does is an outcome; a request that a server refuses as
-        wrong (a task it cannot run, another token) raises `BadInput`, for no other attempt would fare better."""
+        wrong (a task it cannot run, another token) raises `BadInput`, for no other attempt would fare better, and a
+        store that is away for the session server raises `StoreUnavailable`: the session still holds everything."""
         attempt_id = spec.attempt_id(try_index)
         started_at = time.time()
-        session_id, sample, reply = "", None, None
+        session_id, stored, reply = "", None, None
         outcome, detail = Outcome.UNCLASSIFIED, ""
         try:
             session_id, base_url = await self._open_session(spec, attempt_id)
@@ -104,7 +105,7 @@ class RolloutClient:
                 await self._flush(attempt_id)
         if session_id:
             try:
-                sample = await self._merged(attempt_id, session_id)
+                stored = await self._store(attempt_id, session_id)
             except _Lost as lost:
                 if outcome in HAS_VERDICT:
                     # a verdict without its tokens can train nothing; the reward is not counted either
@@ -119,7 +120,7 @@ class RolloutClient:
             verdict=verdict,
             exit_status=reply.exit_status if reply is not None else "",
             session_id=session_id,
-            sample=sample,
+            stored=stored,
             domain=spec.domain,
             detail=detail[:500],
             started_at=started_at,
@@ -163,6 +164,10 @@ class RolloutClient:
             },
             "max_seq_len": rollout.max_seq_len,
             "expected_weight_version": self.weight_version,
+            "mode": rollout.session_mode,
+            "matcher": rollout.matcher,
+            "sampling_policy": rollout.sampling_params,
+            "thinking": rollout.thinking,
         }
         url = f"{_spread(self.services.session_urls, attempt_id)}/sessions"
         response = await self._send("POST", url, body, self.config.deadlines.collect_s, Outcome.SESSION_LOST)
@@ -206,22 +211,29 @@ class RolloutClient:
         except (orjson.JSONDecodeError, ValidationError) as error:
             raise _Lost(Outcome.UNCLASSIFIED, f"sandbox server's reply is malformed: {error}"[:500]) from None
 
-    async def _merged(self, attempt_id: str, session_id: str) -> MergedSample:
-        url = f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}/merged"
-        response = await self._send("GET", url, None, self.config.deadlines.collect_s, Outcome.SESSION_LOST)
+    async def _store(self, attempt_id: str, session_id: str) -> SampleRef:
+        """Have the session server write the attempt's samples to the store; asked again, it answers the same."""
+        key = merged_key(self.config.run, self.step, self.wave, attempt_id)
+        url = f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}/store"
+        body = {"key": key, "pick": self.config.rollout.pick}
+        response = await self._send("POST", url, body, self.config.deadlines.collect_s, Outcome.SESSION_LOST)
         try:
-            return MergedSample.from_wire(unpack(response.content, url), url)
-        except CorruptObject as error:
-            raise _Lost(Outcome.SESSION_LOST, str(error)) from None
+            ref = SampleRef.from_wire(orjson.loads(response.content), url)
+        except (orjson.JSONDecodeError, CorruptObject) as error:
+            raise _Lost(Outcome.SESSION_LOST, f"{url}: reply is not a reference ({error})"[:500]) from None
+        if ref.key != key:
+            raise _Lost(Outcome.SESSION_LOST, f"{url}: stored under {ref.key}, was asked for {key}")
+        return ref
 
     async def _send(
         self, method: str, url: str, body: dict | None, timeout_s: float, lost_as: Outcome
     ) -> httpx.Response:
         """One request, again while the server refuses connections or has no room, within `_PATIENCE_S`; nothing else is
-        sent twice: these are known not to have begun."""
+        sent twice: these are known not to have begun. `StoreUnavailable` when the server could not reach the store at
+        the end of that time: nothing is lost yet, and a task that runs again asks for the same."""
         content = orjson.dumps(body) if body is not None else None
         headers = {"content-type": "application/json"} if content is not None else {}
-        give_up_at, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S[0]
+        give_up_at, pause_s, unstored = time.monotonic() + _PATIENCE_S, _PAUSE_S[0], False
         while True:
             try:
                 response = await self._http.request(
@@ -234,14 +246,23 @@ class RolloutClient:
                     raise BadInput(said)
                 if response.status_code != 503:
                     raise _Lost(lost_as, said)
+                unstored = _code(response) == "store_unavailable"
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                said = f"{url} refuses connections ({error})"
+                said, unstored = f"{url} refuses connections ({error})", False
             except httpx.HTTPError as error:
                 raise _Lost(lost_as, f"{url}: {type(error).__name__} after at most {timeout_s:g} s") from None
             if time.monotonic() + pause_s > give_up_at:
-                raise _Lost(lost_as, said)
+                raise StoreUnavailable(said) if unstored else _Lost(lost_as, said)
             await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
             pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+
+def _code(response: httpx.Response) -> str:
+    """The `error.code` of a refusal, or nothing."""
+    try:
+        return str(orjson.loads(response.content)["error"]["code"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ""
 
 
 async def roll_out_slot(

@@ -6,12 +6,14 @@ from rl360.errors import CorruptObject, StoreUnavailable
 
 
 class MemoryStore:
-    """Conditional puts, prefixes and folders; `down` makes every call fail as an endpoint that is away does."""
+    """Conditional puts, prefixes and folders; `down` makes every call fail as an endpoint that is away does; `read`
+    names every object that was read, in order."""
 
     bucket = "test"
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.read: list[str] = []
         self.down = False
 
     def _up(self, key: str) -> None:
@@ -20,6 +22,7 @@ class MemoryStore:
 
     def get(self, key: str) -> bytes:
         self._up(key)
+        self.read.append(key)
         return self.objects[key]
 
     def get_required(self, key: str) -> bytes:

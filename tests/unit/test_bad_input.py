@@ -42,7 +42,7 @@ from rl360.tasksets.harbor_files import write_task
 from rl360.tasksets.taskset import load_taskset
 from rl360.weights import push
 from tests.unit.memory_store import MemoryStore
-from tests.unit.objective_data import attempt
+from tests.unit.objective_data import attempt, sample_of, store_samples
 from tests.unit.sessions_server import session_bench
 
 SYSTEM_USER = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
@@ -183,7 +183,7 @@ def test_corrupt_object(damage: str) -> None:
     with pytest.raises(CorruptObject) as error:
         get_object(store, ref)
     one_line(error, key, "is not what its manifest committed")
-    if damage != "flipped":  # a flipped bit inside an array decodes: only the digest sees it
+    if damage != "flipped":  # a flipped bit inside a digest or a number decodes: only the object's digest sees it
         with pytest.raises(CorruptObject) as error:
             AttemptRecord.from_wire(unpack(store.objects[key], key), key)
         one_line(error, key)
@@ -197,14 +197,15 @@ class _Replies(BaseHTTPRequestHandler):
     """Session and sandbox server in one; `server.run_reply` is what /run answers."""
 
     def _do(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length") or 0))
+        asked = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "{}")
         status, body = 200, b"{}"
         if self.path == "/run":
             body = self.server.run_reply  # type: ignore[attr-defined]
         elif self.path == "/sessions":
             body = b'{"session_id": "s1", "base_url": "http://127.0.0.1:1/sessions/s1/v1"}'
-        elif self.path.endswith("/merged"):
-            body = pack(attempt(0, 0, 1.0).sample.to_wire())  # type: ignore[union-attr]
+        elif self.path.endswith("/store"):
+            ref = store_samples([sample_of("s000000-g000-a00-t0", "s000000-g000")], asked["key"])
+            body = json.dumps(ref.to_wire()).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -242,7 +243,7 @@ def test_nan_reward(tmp_path: Path, replies: ThreadingHTTPServer, reward: str) -
     spec = AttemptSpec("s000000-g000-a00", "s000000-g000", "chores-rename", "/tasks/x", "files")
 
     async def roll() -> AttemptRecord:
-        async with RolloutClient(services, RunConfig(run="r1"), 0, "run:0") as client:
+        async with RolloutClient(services, RunConfig(run="r1"), 0, 0, "run:0") as client:
             return await client.attempt(spec, 0)
 
     record = asyncio.run(roll())

@@ -19,35 +19,56 @@ from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
 from rl360.ledger.outcomes import Outcome
 from rl360.sessions.sample import AttemptRecord
+from rl360.store.codec import pack
 from tasks.launch_waves import waves_at_once
 from tasks.roll_out import gravest
+from tests.unit.objective_data import sample_of, store_samples
 
 SPEC = AttemptSpec("s000000-g000-a00", "s000000-g000", "hello", "/tasks/hello", "d")
 GONE = "http://127.0.0.1:9"
 
 
+KEY = "demo/steps/000000/merged/0003/s000000-g000-a00-t0.msgpack"
+UNMERGED = (422, {"error": {"code": "cannot_merge", "message": "session a turn 2: ids are not those it sampled"}})
+
+
 def run_reply(outcome: str) -> dict:
     cleanup = {"confirmed": True, "evidence": "seen"}
-    return {"trial_id": "1", "outcome": outcome, "exit_status": "x", "cleanup": cleanup}
+    reply: dict = {"trial_id": "1", "outcome": outcome, "exit_status": "x", "cleanup": cleanup}
+    if outcome == "passed":
+        verdict = {"task_id": "hello", "attempt_id": "s000000-g000-a00-t0", "reward": 1.0}
+        reply |= {"verdict": verdict | {"verifier_digest": "ab" * 32, "finished_at": 1.0}, "reward": 1.0}
+    return reply
+
+
+def stored_at(key: str) -> dict:
+    """What a session server answers after it stored an attempt's two samples under `key`."""
+    return store_samples(
+        [sample_of("s000000-g000-a00-t0", "s000000-g000", leaf=leaf) for leaf in (0, 1)], key
+    ).to_wire()
 
 
 @contextmanager
-def server(*answers: tuple[int, object]) -> Iterator[tuple[str, list[str]]]:
-    """Answers `/run` with these in turn, the last one again and again; a session is always made and never merges."""
+def server(
+    *answers: tuple[int, object], stored: tuple[int, object] = UNMERGED, bodies: dict[str, dict] | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """Answers `/run` with these in turn, the last one again and again; a session is always made, and answers `stored`
+    when it is to store its samples. `bodies`: gets the last body of each path."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
+            sent = json.loads(self.rfile.read(int(self.headers["content-length"])))
             if self.path == "/run":
                 status, body = answers[min(asked.count("/run"), len(answers) - 1)]
-            else:
+            elif self.path == "/sessions":
                 status, body = 200, {"session_id": "a", "base_url": "http://h/sessions/a/v1"}
+            else:
+                status, body = stored if self.path == "/sessions/a/store" else (200, {})
+            if bodies is not None:
+                bodies[self.path] = sent
             asked.append(self.path)
             self.answer(status, body)
-
-        def do_GET(self) -> None:
-            self.answer(422, {"error": "no turn"})
 
         def do_DELETE(self) -> None:
             self.answer(200, {})
@@ -63,7 +84,7 @@ def server(*answers: tuple[int, object]) -> Iterator[tuple[str, list[str]]]:
             return
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{http.server_port}", asked
@@ -73,7 +94,7 @@ def server(*answers: tuple[int, object]) -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
-def roll_out(home: Path, url: str, sessions: str | None = None) -> list[AttemptRecord]:
+def roll_out(home: Path, url: str, sessions: str | None = None, **rollout_fields: object) -> list[AttemptRecord]:
     (home / "secrets.json").write_text(json.dumps({"token": "t" * 16, "s3_access_key": "a", "s3_secret_key": "b"}))
     (home / "secrets.json").chmod(0o600)
     urls = dict.fromkeys(("prefect_api_url", "prefect_ui_url", "s3_endpoint", "gateway_url", "trainer_url"), GONE)
@@ -88,12 +109,67 @@ def roll_out(home: Path, url: str, sessions: str | None = None) -> list[AttemptR
         mended.append(lost)
 
     async def go() -> None:
-        async with RolloutClient(services, RunConfig(), 0, "demo:0") as client:
+        config = RunConfig.parse({"rollout": rollout_fields})
+        async with RolloutClient(services, config, 0, 3, "demo:0") as client:
             await roll_out_slot(client, SPEC, [], kept.append, mend)
 
     asyncio.run(go())
     assert mended == kept[:-1], "each lost try is told of once, before the next"
     return kept
+
+
+def test_a_record_holds_the_reference_the_session_server_answered(tmp_path: Path) -> None:
+    bodies: dict[str, dict] = {}
+    with server((200, run_reply("passed")), stored=(200, stored_at(KEY)), bodies=bodies) as (url, asked):
+        (record,) = roll_out(tmp_path, url, pick="all", session_mode="tree", sampling_params="record")
+    assert record.outcome is Outcome.PASSED and record.verdict is not None
+    assert record.stored is not None and record.stored.to_wire() == stored_at(KEY)
+    assert record.sampled_tokens == 12 and len(record.stored.leaves) == 2
+    assert bodies["/sessions/a/store"] == {"key": KEY, "pick": "all"}
+    said = {name: bodies["/sessions"][name] for name in ("mode", "matcher", "sampling_policy", "thinking")}
+    assert said == {"mode": "tree", "matcher": "strict", "sampling_policy": "record", "thinking": False}
+    assert asked == ["/sessions", "/run", "/sessions/a/store"], "nothing of the samples is fetched"
+    assert len(pack(record.to_wire())) < 2048
+
+
+@pytest.mark.parametrize(
+    ("stored", "detail"),
+    [
+        (UNMERGED, "ids are not those it sampled"),
+        ((200, stored_at(KEY.replace("0003", "0004"))), "was asked for"),
+        ((200, {"key": KEY}), "not a reference"),
+        ((200, "nothing"), "not a reference"),
+        ((409, {"error": {"code": "conflict", "message": "other bytes"}}), "other bytes"),
+    ],
+    ids=["unmerged", "other key", "half a reference", "text", "conflict"],
+)
+def test_a_verdict_without_its_samples_is_a_lost_session(
+    tmp_path: Path, stored: tuple[int, object], detail: str
+) -> None:
+    with server((200, run_reply("passed")), stored=stored) as (url, _):
+        records = roll_out(tmp_path, url, infra_retries=0)
+    assert [(record.outcome, record.verdict, record.stored) for record in records] == [
+        (Outcome.SESSION_LOST, None, None)
+    ]
+    assert detail in records[0].detail
+
+
+def test_a_store_that_is_away_loses_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the wave's task, which may be repeated; the session still holds its samples then."""
+    monkeypatch.setattr(rollout, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(rollout, "_PAUSE_S", (0.01, 0.02))
+    away = (503, {"error": {"message": "object store did not answer" + " at all" * 60, "code": "store_unavailable"}})
+    refusal = pytest.raises(StoreUnavailable, match="object store did not answer")
+    with server((200, run_reply("passed")), stored=away) as (url, asked), refusal:
+        roll_out(tmp_path, url)
+    assert asked.count("/sessions/a/store") > 1
+
+
+def test_a_session_server_that_cannot_store_at_all_stops_the_step(tmp_path: Path) -> None:
+    stored = (501, {"error": {"code": "no_store", "message": "this server was started without --store"}})
+    refusal = pytest.raises(BadInput, match=r"answered 501: .*without --store")
+    with server((200, run_reply("passed")), stored=stored) as (url, _), refusal:
+        roll_out(tmp_path, url)
 
 
 @pytest.mark.parametrize("status", [400, 401])

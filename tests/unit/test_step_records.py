@@ -1,0 +1,212 @@
+"""A step's records from the waves to the batch, over a store in memory: what is refused, what a killed wave keeps, and
+that nothing in the flow ever reads a sample."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from rl360.agents.records import put_table, read_table, refuse_unplanned
+from rl360.agents.rollout import AttemptSpec
+from rl360.config.run import RunConfig
+from rl360.errors import CorruptObject
+from rl360.ledger.step import build_step_ledger
+from rl360.objective.filters import Decision
+from rl360.sessions.sample import AttemptRecord
+from rl360.store.codec import pack, unpack
+from rl360.store.layout import attempt_key, step_key, wave_key
+from rl360.store.manifest import Manifest, commit_manifest, get_object, put_object, read_manifest
+from rl360.tasksets.plan import StepPlan
+from rl360.training.results import parse_batch, read_samples
+from tasks import roll_out as roll_out_task
+from tasks.collect import _collect, read_records
+from tasks.durable import Job, Produced
+from tasks.filter_groups import _filter
+from tests.unit.memory_store import MemoryStore
+from tests.unit.objective_data import OBJECTS, attempt
+
+GROUPS, SIZE = 3, 2
+RECORDS = [
+    attempt(group, index, float(index), wave=group, leaves=[{}, {}] if group == 1 else [{}])
+    for group in range(GROUPS)
+    for index in range(SIZE)
+]
+LOST = replace(RECORDS[0], attempt_id="s000000-g000-a00-t0", outcome="session_lost", verdict=None, stored=None)
+
+
+def spec_of(record: AttemptRecord) -> AttemptSpec:
+    slot = record.attempt_id.rsplit("-t", 1)[0]
+    return AttemptSpec(slot, record.group_id, record.task_id, "/tasks/x", record.domain)
+
+
+def job_of(store: MemoryStore, name: str) -> Job:
+    config = RunConfig.parse({"run": "demo"})
+    return Job(config, 0, name, cast(Any, None), cast(Any, store), logging.getLogger("test"))
+
+
+def commit(store: MemoryStore, task: str, produced: Produced) -> None:
+    objects, counts = produced.objects, produced.counts
+    commit_manifest(cast(Any, store), Manifest(run="demo", step=0, task=task, objects=objects, counts=counts))
+
+
+def planned_store(records: list[AttemptRecord] = RECORDS) -> MemoryStore:
+    """A step whose plan is committed: a wave a group. The session servers have stored their samples."""
+    store = MemoryStore()
+    waves = [[spec_of(record) for record in RECORDS if record.group_id == f"s000000-g{g:03}"] for g in range(GROUPS)]
+    plan = StepPlan({spec.group_id: spec.task_id for wave in waves for spec in wave}, waves)
+    ref = put_object(cast(Any, store), step_key("demo", 0, "groups.msgpack"), pack(plan.to_wire()))
+    commit(store, "sample_groups", Produced(objects=[ref]))
+    for record in records:
+        if record.stored is not None:
+            store.put(record.stored.key, OBJECTS[record.stored.sha256])
+    return store
+
+
+def rolled_out(records: list[AttemptRecord] = RECORDS) -> MemoryStore:
+    """And whose waves are committed too."""
+    store = planned_store(records)
+    for wave in range(GROUPS):
+        of_wave = [record for record in records if record.group_id == f"s000000-g{wave:03}"]
+        table = put_table(cast(Any, store), wave_key("demo", 0, wave), of_wave)
+        commit(store, f"roll_out-{wave:04}", Produced(objects=[table]))
+    return store
+
+
+def test_the_flow_reads_no_sample_and_the_trainer_reads_each_once() -> None:
+    store = rolled_out()
+    collected = _collect(job_of(store, "collect"))
+    commit(store, "collect", collected)
+    filtered = _filter(job_of(store, "filter_groups"), "run:0")
+    commit(store, "filter_groups", filtered)
+    records = read_records(job_of(store, "report"))
+    assert records == RECORDS
+    batch = get_object(cast(Any, store), filtered.objects[0])
+    decisions = [Decision.from_wire(wire) for wire in unpack(batch, "k")["decisions"]]
+    train = {"status": "trained", "version_after": 1, "loss": 0.1, "grad_norm": 1.0, "trained_samples": 8}
+    train |= {"trained_tokens": 48, "loss_weight_sum": 1.0}
+    ledger = build_step_ledger(
+        run="demo", step=0, attempts=records, decisions=decisions, train=train, push=None, phases_s={}
+    )
+    assert len(ledger.attempts) == 6
+    assert [key for key in store.read if "/merged/" in key or "/attempts/" in key] == []
+    assert collected.counts["stored"] == collected.counts["attempts"] == 6
+    assert collected.counts["sampled_tokens"] == 48
+    assert filtered.counts == {"trained": 6, "kept": 8, "trained_tokens": 48}
+
+    ref = filtered.objects[0]
+    rows = parse_batch(batch, ref.key, ref.sha256, "demo", 0).rows
+    assert len(read_samples(cast(Any, store), rows, 1024)) == 8
+    read = [key for key in store.read if "/merged/" in key]
+    assert sorted(read) == sorted({record.stored.key for record in RECORDS if record.stored is not None})
+
+
+def test_a_step_that_lost_every_session_is_collected_too() -> None:
+    lost = [replace(LOST, attempt_id=r.attempt_id, group_id=r.group_id) for r in RECORDS]
+    assert _collect(job_of(rolled_out(lost), "collect")).counts == {
+        "session_lost": 6,
+        "attempts": 6,
+        "stored": 0,
+        "sampled_tokens": 0,
+    }
+
+
+def foreign_key(record: AttemptRecord, key: str) -> AttemptRecord:
+    assert record.stored is not None
+    return replace(record, stored=replace(record.stored, key=key))
+
+
+SECOND = replace(
+    RECORDS[0], attempt_id="s000000-g000-a00-t1", try_index=1, verdict=None, outcome="aborted", stored=None
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda r: r[:1], "planned attempt s000000-g000-a01 has the tries"),
+        (lambda r: [*r, r[0]], "planned attempt s000000-g000-a00 has the tries .0, 0"),
+        (lambda r: [SECOND, r[1]], "planned attempt s000000-g000-a00 has the tries .1"),
+        (lambda r: [*r, replace(r[0], attempt_id="s000000-g000-a07-t0")], "a07-t0 .* is not in the plan of wave 0"),
+        (lambda r: [replace(r[0], group_id="s000000-g001"), r[1]], "a00-t0 of s000000-g001 is not in the plan"),
+        (lambda r: [replace(r[0], task_id="other"), r[1]], "a00-t0 .* is not in the plan"),
+        (lambda r: [replace(r[0], try_index=1), r[1]], "a00-t0 .* is not in the plan"),
+        (lambda r: [foreign_key(r[0], r[1].stored.key), r[1]], "a00-t0 refers to .*a01-t0.msgpack, which is not its"),
+        (
+            lambda r: [foreign_key(r[0], r[0].stored.key.replace("steps/000000", "steps/000001")), r[1]],
+            "refers to demo/steps/000001/",
+        ),
+        (
+            lambda r: [foreign_key(r[0], r[0].stored.key.replace("demo", "other")), r[1]],
+            "refers to other/steps/000000/",
+        ),
+    ],
+)
+def test_a_table_that_is_not_the_plan_is_refused(
+    change: Callable[[list[AttemptRecord]], list[AttemptRecord]], match: str
+) -> None:
+    wave = RECORDS[:SIZE]
+    specs = [spec_of(record) for record in wave]
+    refuse_unplanned([*wave, SECOND], specs, run="demo", step=0, wave=0, key="k")
+    with pytest.raises(CorruptObject, match=match) as error:
+        refuse_unplanned(change(wave), specs, run="demo", step=0, wave=0, key="k")
+    assert str(error.value).startswith("object k: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wire", "match"),
+    [
+        ({"schema_version": 1, "attempts": []}, "table schema 1, this rl360 reads 2"),
+        ({"schema_version": 2}, "has no list of attempts"),
+        ([], "table schema 'list'"),
+        ({"schema_version": 2, "attempts": [{"schema_version": 1}]}, "attempt schema version 1, this rl360 reads 2"),
+    ],
+)
+def test_what_is_no_table_is_refused_by_name(wire: Any, match: str) -> None:
+    store = MemoryStore()
+    ref = put_object(cast(Any, store), "k", pack(wire))
+    with pytest.raises(CorruptObject, match=f"object k: {match}"):
+        read_table(cast(Any, store), ref)
+
+
+class Client:
+    """Stands in for a rollout client: every attempt ends as it does in `RECORDS`."""
+
+    asked: list[str]
+
+    def __init__(self, _services: Any, config: RunConfig, *_: Any) -> None:
+        self.config = config
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+    async def attempt(self, spec: AttemptSpec, try_index: int) -> AttemptRecord:
+        name = spec.attempt_id(try_index)
+        Client.asked.append(name)
+        return next(record for record in RECORDS if record.attempt_id == name)
+
+    async def close_session(self, *_: str) -> None:
+        return
+
+
+def test_a_killed_wave_keeps_what_it_stored_and_ends_with_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_out_task, "RolloutClient", Client)
+    Client.asked = []
+    store = planned_store()
+    done = RECORDS[0]
+    store.put(attempt_key("demo", 0, 0, done.attempt_id), pack(done.to_wire()))
+    job = job_of(store, "roll_out-0000")
+    produced = roll_out_task._roll_out(job, 0, "run:0")
+    assert Client.asked == [RECORDS[1].attempt_id]
+    assert [ref.key for ref in produced.objects] == ["demo/steps/000000/waves/0000.msgpack"]
+    assert read_table(cast(Any, store), produced.objects[0]) == RECORDS[:SIZE]
+    assert len(store.list("demo/steps/000000/attempts/0000/")) == SIZE
+    again = roll_out_task._roll_out(job, 0, "run:0")  # killed before its manifest was written
+    assert (again.objects, again.counts, Client.asked) == (produced.objects, produced.counts, [RECORDS[1].attempt_id])
+    assert read_manifest(cast(Any, store), "demo", 0, "roll_out-0000") is None
