@@ -6,7 +6,7 @@ micro-batch of one rank; all ranks get the same number of micro-batches, filled 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,9 @@ def plan(lengths: Sequence[int], max_tokens: int, ranks: int = 1, multiple: int 
     return by_rank
 
 
-def build(samples: Sequence[TrainSequence], indices: tuple[int, ...], multiple: int = 1) -> MicroBatch:
+def build(
+    samples: Sequence[TrainSequence] | Mapping[int, TrainSequence], indices: tuple[int, ...], multiple: int = 1
+) -> MicroBatch:
     """The rectangle of `indices`; with none, one row of padding that weighs nothing."""
     rows = max(1, len(indices))
     width = _width(max((len(samples[i].tokens) for i in indices), default=2), multiple)

@@ -23,7 +23,8 @@ from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, parallel_state
 from rl360.training.megatron.policy import Optim, Policy, StepSums
 from rl360.training.objective import policy_sums
-from rl360.training.results import Batch, StepStatus, TrainResult, parse_batch
+from rl360.training.packing import MicroBatch
+from rl360.training.results import Batch, StepStatus, TrainResult, parse_batch, read_samples
 
 T = TypeVar("T")
 
@@ -177,11 +178,17 @@ class Replica:
         policy, at = self._held()
         started = time.monotonic()
 
-        def read() -> Batch:
+        def read() -> tuple[Batch, list[MicroBatch]]:
+            """All rows of the batch, and of its samples those that this rank trains."""
             data = self.store.get_required(command.batch_key)
-            return parse_batch(data, command.batch_key, command.batch_digest, at.run, command.step, policy.shape.vocab)
+            batch = parse_batch(data, command.batch_key, command.batch_digest, at.run, command.step)
+            limit = at.config.trainer.max_tokens_per_micro_batch
+            share = policy.share([row.tokens for row in batch.rows], limit)
+            mine = sorted({index for indices in share for index in indices})
+            samples = read_samples(self.store, [batch.rows[index] for index in mine], policy.shape.vocab)
+            return batch, policy.rectangles(dict(zip(mine, samples, strict=True)), share)
 
-        batch = together(read)
+        batch, micro = together(read)
         tokens = batch.trained_tokens
         result = TrainResult(
             run=at.run,
@@ -196,8 +203,6 @@ class Replica:
             incarnation=self.incarnation,
         )
         if tokens:
-            limit = at.config.trainer.max_tokens_per_micro_batch
-            micro = together(lambda: policy.micro_batches(batch.samples, limit))
             sums = policy.step(micro, policy_sums(at.config.objective), tokens, at.config.rollout.temperature)
             result = result.model_copy(update=_outcome(sums, tokens, batch.trained_samples, at.version))
             result = result.model_copy(update={"weights_digest": digest_of(policy.weights())})

@@ -1,4 +1,8 @@
-"""What a step of training consumes and leaves: the batch object and the recorded result. Needs no torch.
+"""What a step of training consumes and leaves: the batch object, the samples it refers to and the recorded result.
+Needs no torch.
+
+A batch is rows of references; whoever trains a row reads its object and refuses it, naming it, unless bytes, counts and
+ids are what the row and the model say.
 
 The result is written once, by conditional put, under the step's `train.json`: its existence is the commit of the step.
 """
@@ -6,21 +10,25 @@ The result is written once, by conditional put, under the step's `train.json`: i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl360.errors import BadInput, CorruptObject
+from rl360.objective.filters import BATCH_SCHEMA, TrainRow
+from rl360.sessions.sample import MergedSample, decode_samples
 from rl360.store.codec import sha256_hex, unpack
 from rl360.store.layout import step_key
 from rl360.store.object_store import ObjectStore
 from rl360.training.packing import TrainSequence
 
-BATCH_SCHEMA = 1
 RESULT_NAME = "train.json"
+_READERS = 8
 
 
 class StepStatus(StrEnum):
@@ -83,27 +91,20 @@ def commit_result(store: ObjectStore, result: TrainResult) -> TrainResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's samples, checked."""
+    """A step's rows, checked; the samples themselves are not read yet."""
 
-    samples: tuple[TrainSequence, ...]
+    rows: tuple[TrainRow, ...]
 
     @property
     def trained_tokens(self) -> int:
-        return sum(int(s.loss_mask.sum()) for s in self.samples)
+        return sum(row.trained for row in self.rows)
 
     @property
     def trained_samples(self) -> int:
-        return sum(bool(s.loss_mask.any()) for s in self.samples)
+        return sum(row.trained > 0 for row in self.rows)
 
 
-def _array(row: dict[str, Any], name: str, dtype: type, key: str, sample: str) -> np.ndarray:
-    value = row.get(name)
-    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype != np.dtype(dtype):
-        raise CorruptObject(key, f"sample {sample}: {name} is not a one-dimensional {np.dtype(dtype)} array")
-    return value
-
-
-def parse_batch(data: bytes, key: str, digest: str, run: str, step: int, vocab: int) -> Batch:
+def parse_batch(data: bytes, key: str, digest: str, run: str, step: int) -> Batch:
     """The batch in `data`, refused when anything about it is not what the step asked for."""
     if sha256_hex(data) != digest:
         raise CorruptObject(key, f"has sha256 {sha256_hex(data)[:16]}, the step asked for {digest[:16]}")
@@ -113,30 +114,74 @@ def parse_batch(data: bytes, key: str, digest: str, run: str, step: int, vocab: 
         raise CorruptObject(key, f"batch schema {found!r} is unknown; this trainer reads {BATCH_SCHEMA}")
     if (wire.get("run"), wire.get("step")) != (run, step):
         raise CorruptObject(key, f"is the batch of {wire.get('run')}/{wire.get('step')}, not of {run}/{step}")
-    rows = wire.get("samples")
-    if not isinstance(rows, list):
+    if not isinstance(wire.get("samples"), list):
         raise CorruptObject(key, "has no list of samples")
-    samples: list[TrainSequence] = []
-    seen: set[str] = set()
+    rows = tuple(_row(row, index, key) for index, row in enumerate(wire["samples"]))
+    seen: set[tuple[str, int]] = set()
+    for row in rows:
+        if (row.attempt_id, row.leaf) in seen:
+            raise CorruptObject(key, f"sample {_name(row)} appears twice; a sample is trained at most once")
+        seen.add((row.attempt_id, row.leaf))
+    return Batch(rows)
+
+
+def _row(wire: Any, index: int, key: str) -> TrainRow:
+    if not isinstance(wire, dict) or not isinstance(wire.get("attempt_id"), str):
+        raise CorruptObject(key, f"sample {index} has no attempt_id")
+    try:
+        row = TrainRow(**wire)
+    except TypeError as error:
+        raise CorruptObject(key, f"sample {wire['attempt_id']} is no row of a batch ({error})") from None
+    for each in fields(TrainRow):
+        value = getattr(row, each.name)
+        if type(value).__name__ != each.type:
+            raise CorruptObject(key, f"sample {row.attempt_id}: {each.name} {value!r} is not of type {each.type}")
+    if row.leaf < 0 or row.trained < 0 or row.tokens < 2:
+        raise CorruptObject(key, f"sample {_name(row)}: {row.tokens} tokens, {row.trained} of them to train")
+    if not math.isfinite(row.advantage):
+        raise CorruptObject(key, f"sample {row.attempt_id}: advantage {row.advantage!r} is not a finite number")
+    return row
+
+
+def _name(row: TrainRow) -> str:
+    return f"{row.attempt_id} leaf {row.leaf}"
+
+
+def read_samples(store: ObjectStore, rows: Sequence[TrainRow], vocab: int) -> list[TrainSequence]:
+    """The samples of `rows`, in their order. Each object is read once; one that is not what its rows say is refused."""
+    wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        if not isinstance(row, dict) or not isinstance(row.get("attempt_id"), str):
-            raise CorruptObject(key, f"sample {index} has no attempt_id")
-        name = row["attempt_id"]
-        if name in seen:
-            raise CorruptObject(key, f"sample {name} appears twice; a sample is trained at most once")
-        seen.add(name)
-        tokens = _array(row, "tokens", np.int32, key, name)
-        mask = _array(row, "loss_mask", np.uint8, key, name)
-        advantage = row.get("advantage")
-        if not isinstance(advantage, float) or not math.isfinite(advantage):
-            raise CorruptObject(key, f"sample {name}: advantage {advantage!r} is not a finite number")
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
-            worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
-            raise CorruptObject(key, f"sample {name}: token id {worst} is outside the vocabulary of {vocab}")
-        if mask.size and mask.max() > 1:
-            raise CorruptObject(key, f"sample {name}: loss_mask holds {int(mask.max())}; only 0 and 1 are allowed")
-        try:
-            samples.append(TrainSequence(tokens, mask, _array(row, "logprobs", np.float32, key, name), advantage, name))
-        except BadInput as error:
-            raise CorruptObject(key, str(error)) from None
-    return Batch(tuple(samples))
+        wanted[row.key, row.sha256].append(index)
+
+    def read(where: tuple[str, str]) -> list[tuple[int, TrainSequence]]:
+        key, digest = where
+        data = store.get_required(key)
+        if sha256_hex(data) != digest:
+            raise CorruptObject(key, f"has sha256 {sha256_hex(data)[:16]}, the batch asks for {digest[:16]}")
+        samples = decode_samples(data, key)
+        return [(index, _sequence(samples, rows[index], vocab)) for index in wanted[where]]
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="samples") as readers:
+        found = dict(pair for pairs in readers.map(read, wanted) for pair in pairs)
+    return [found[index] for index in range(len(rows))]
+
+
+def _sequence(samples: Sequence[MergedSample], row: TrainRow, vocab: int) -> TrainSequence:
+    """What the trainer needs of the row's sample, copied: views would keep the whole object, routing included."""
+    if row.leaf >= len(samples):
+        raise CorruptObject(row.key, f"holds {len(samples)} samples, the batch asks for leaf {row.leaf}")
+    sample, name = samples[row.leaf], _name(row)
+    tokens, mask = sample.tokens.copy(), sample.loss_mask.copy()
+    held = (sample.attempt_id, sample.group_id, sample.leaf, len(tokens), int(mask.sum()))
+    said = (row.attempt_id, row.group_id, row.leaf, row.tokens, row.trained)
+    if held != said:
+        raise CorruptObject(
+            row.key, f"sample {name} (attempt, group, leaf, tokens, trained) is {held}, the batch says {said}"
+        )
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
+        worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
+        raise CorruptObject(row.key, f"sample {name}: token id {worst} is outside the vocabulary of {vocab}")
+    try:
+        return TrainSequence(tokens, mask, sample.logprobs.copy(), row.advantage, name)
+    except BadInput as error:
+        raise CorruptObject(row.key, str(error)) from None

@@ -16,13 +16,14 @@ import numpy as np
 import orjson
 import pytest
 
-from rl360.store.layout import checkpoint_prefix, step_key
+from rl360.store.layout import checkpoint_prefix, merged_key, step_key
 from rl360.training.results import TrainResult
 from tests.contract.trainer_rig import Rig, Trap
-from tests.unit.training_data import sample, samples_of
+from tests.unit.training_data import sample, samples_of, untrained
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
 BATCH_READ = re.compile(rb"GET /\S*/filter\.msgpack")
+SAMPLE_READ = re.compile(rb"GET /\S*/merged/0000/\S*-a05-t0\.msgpack")
 RECORD_WRITE = re.compile(rb"PUT /\S*/train\.json")
 
 
@@ -94,15 +95,15 @@ def test_equal_requests_at_once_train_once(rig: Rig, reference: list[dict[str, A
 def test_empty_and_nonfinite_steps_leave_the_weights(rig: Rig, reference: list[dict[str, Any]]) -> None:
     run = rig.new_run("odd-steps", objective={"old_policy": "rollout"})
     start = rig.state(run)
-    untrained = sample(7, "none")
-    untrained["loss_mask"] = np.zeros_like(untrained["loss_mask"])
-    for step, rows in enumerate(([], [untrained])):
+    for step, rows in enumerate(([], [untrained(sample(7, "none"))])):
         empty = rig.train(run, step, rows)
         assert (empty["status"], empty["loss"], empty["grad_norm"], empty["version_after"]) == ("empty", None, None, 0)
         assert (empty["trained_tokens"], empty["loss_weight_sum"]) == (0, 0.0)
         assert empty["weights_digest"] == start["weights_digest"]
     poisoned = samples_of(2)
-    poisoned[0]["logprobs"] = np.full_like(poisoned[0]["logprobs"], -np.inf)
+    # finite, or the sample is refused; yet the ratio to it is not
+    poisoned[0]["logprobs"] = np.where(poisoned[0]["loss_mask"], -3e38, 0).astype(np.float32)
+    poisoned[0]["advantage"] = -1.0
     refused = rig.train(run, 2, poisoned)
     assert (refused["status"], refused["loss"], refused["version_after"]) == ("nonfinite", None, 0)
     assert refused["weights_digest"] == start["weights_digest"]
@@ -130,6 +131,21 @@ def test_a_corrupt_batch_is_refused_and_nothing_is_applied(rig: Rig, reference: 
     assert rig.state(run) == before
     rig.store.put(body["batch_key"], good)
     assert rig.train(run, 0)["weights_digest"] == reference[0]["weights_digest"]
+
+
+def test_a_corrupt_sample_is_refused_and_nothing_is_applied(rig: Rig, reference: list[dict[str, Any]]) -> None:
+    run = rig.new_run("corrupt-sample")
+    body = rig.put_batch(run, 0)
+    key = merged_key(run, 0, 0, samples_of(0)[3]["attempt_id"])
+    good, before = rig.store.get(key), rig.state(run)
+    for spoil in (lambda: rig.store.put(key, good[:-1] + bytes([good[-1] ^ 1])), lambda: rig.store.delete(key)):
+        spoil()
+        reply = rig.ask("PUT", "/steps/0", body)
+        assert reply.status_code == 422 and f"object {key}: " in reply.json()["error"]
+        assert rig.state(run) == before
+    rig.store.put(key, good)
+    reply = rig.ask("PUT", "/steps/0", body)
+    assert reply.json()["weights_digest"] == reference[0]["weights_digest"]
 
 
 def test_a_record_that_could_not_be_written_is_written_later(rig: Rig, reference: list[dict[str, Any]]) -> None:
@@ -223,7 +239,7 @@ def test_a_damaged_checkpoint_is_named(rig: Rig) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("when", ["batch_read", "before_record", "after_record"])
+@pytest.mark.parametrize("when", ["batch_read", "sample_read", "before_record", "after_record"])
 def test_killed_trainer_goes_on_as_if_nothing_happened(rig: Rig, reference: list[dict[str, Any]], when: str) -> None:
     run = rig.new_run(f"killed-{when.replace('_', '-')}")
     rig.train(run, 0)
@@ -232,6 +248,7 @@ def test_killed_trainer_goes_on_as_if_nothing_happened(rig: Rig, reference: list
     body = rig.put_batch(run, 2)
     trap = {
         "batch_read": Trap(BATCH_READ, rig.kill_rank),
+        "sample_read": Trap(SAMPLE_READ, rig.kill_rank),
         "before_record": Trap(RECORD_WRITE, rig.kill_rank),
         "after_record": Trap(RECORD_WRITE, rig.kill_rank, on_reply=True),
     }[when]

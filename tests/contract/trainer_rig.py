@@ -23,10 +23,9 @@ from typing import Any
 import httpx
 
 from rl360.config.run import RunConfig
-from rl360.store.codec import sha256_hex
-from rl360.store.layout import run_config_key, step_key
+from rl360.store.layout import run_config_key
 from rl360.store.object_store import ObjectStore
-from tests.unit.training_data import batch, samples_of, write_model
+from tests.unit.training_data import put_batch, samples_of, write_model
 
 REPO = Path(__file__).parents[2]
 KEYS = ("trainer-test", "trainer-test-secret")
@@ -249,11 +248,8 @@ class Rig:
         return run
 
     def put_batch(self, run: str, step: int, samples: list[dict[str, Any]] | None = None) -> dict[str, str]:
-        """Store a batch and return the body that asks for its step."""
-        data = batch(run, step, samples_of(step) if samples is None else samples)
-        key = step_key(run, step, "filter.msgpack")
-        self.store.put(key, data)
-        return {"run": run, "batch_key": key, "batch_digest": sha256_hex(data)}
+        """Store a batch and its samples and return the body that asks for its step."""
+        return put_batch(self.store, run, step, samples_of(step) if samples is None else samples)
 
     def train(self, run: str, step: int, samples: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         reply = self.ask("PUT", f"/steps/{step}", self.put_batch(run, step, samples))

@@ -15,16 +15,17 @@ import pytest
 import torch
 
 from rl360.config.run import RunConfig
-from rl360.errors import StoreUnavailable
+from rl360.errors import CorruptObject, StoreUnavailable
+from rl360.sessions.sample import encode_samples
 from rl360.store.codec import sha256_hex
-from rl360.store.layout import run_config_key, step_key
+from rl360.store.layout import merged_key, run_config_key, step_key
 from rl360.training.director import Conflict, Director, StepBody
 from rl360.training.megatron import parallel
 from rl360.training.megatron.model import Layout
 from rl360.training.replica import ReplayMismatch, Replica
 from rl360.training.results import StepStatus
 from tests.unit.memory_store import MemoryStore
-from tests.unit.training_data import batch, samples_of, write_model
+from tests.unit.training_data import batch, merged, put_batch, sample, samples_of, stored_row, untrained, write_model
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
@@ -50,10 +51,7 @@ def new_trainer(store: MemoryStore) -> Director:
 
 
 def batch_of(store: MemoryStore, step: int, samples: list[dict[str, Any]] | None = None) -> StepBody:
-    data = batch("r1", step, samples_of(step, 4) if samples is None else samples)
-    key = step_key("r1", step, "filter.msgpack")
-    store.put(key, data)
-    return StepBody(run="r1", batch_key=key, batch_digest=sha256_hex(data))
+    return StepBody(**put_batch(store, "r1", step, samples_of(step, 4) if samples is None else samples))
 
 
 def test_asking_again_trains_nothing(model: Path) -> None:
@@ -87,6 +85,57 @@ def test_a_trainer_that_lost_its_memory_ends_in_the_same_bits(model: Path) -> No
     assert trainer.open_run("r1")["weights_digest"] == ahead.weights_digest
 
 
+@pytest.mark.parametrize(("damage", "match"), [("missing", "is missing though"), ("flipped", "has sha256 ")])
+def test_a_sample_that_is_not_what_was_stored_is_refused_by_name(model: Path, damage: str, match: str) -> None:
+    """Nothing is applied, and the same step goes on once the object is back; a replay refuses it in the same words."""
+    store = new_store(model)
+    trainer = new_trainer(store)
+    body = batch_of(store, 0)
+    before = trainer.open_run("r1")
+    key = merged_key("r1", 0, 0, samples_of(0)[2]["attempt_id"])
+    good = store.objects[key]
+
+    def spoil() -> None:
+        if damage == "missing":
+            del store.objects[key]
+        else:
+            store.objects[key] = good[:-1] + bytes([good[-1] ^ 1])
+
+    spoil()
+    with pytest.raises(CorruptObject, match=f"object {key}: {match}"):
+        trainer.put_step(0, body)
+    assert trainer.open_run("r1") == before
+    store.objects[key] = good
+    trained = trainer.put_step(0, body)
+    spoil()
+    with pytest.raises(CorruptObject, match=f"object {key}: {match}"):
+        new_trainer(store).open_run("r1")
+    store.objects[key] = good
+    assert new_trainer(store).open_run("r1")["weights_digest"] == trained.weights_digest
+
+
+def test_every_leaf_of_an_attempt_trains_once(model: Path) -> None:
+    """Two leaves of one attempt in one object end in the same weights as two attempts with an object each."""
+    apart, together = new_store(model), new_store(model)
+    rows = [sample(i, name, advantage=0.5) for i, name in enumerate(("s000000-g000-a00-t0", "s000000-g000-a01-t0"))]
+    expected = new_trainer(apart).put_step(0, batch_of(apart, 0, rows))
+    name = rows[0]["attempt_id"]
+    leaves = [row | {"attempt_id": name} for row in rows]
+    data = encode_samples([merged(row, leaf) for leaf, row in enumerate(leaves)])
+    key = merged_key("r1", 0, 0, name)
+    together.put(key, data)
+    shared = {"key": key, "sha256": sha256_hex(data)}
+    wire = [stored_row(MemoryStore(), "r1", 0, row, leaf=leaf, **shared) for leaf, row in enumerate(leaves)]
+    together.put(step_key("r1", 0, "filter.msgpack"), batch("r1", 0, wire))
+    digest = sha256_hex(together.objects[step_key("r1", 0, "filter.msgpack")])
+    result = new_trainer(together).put_step(
+        0, StepBody(run="r1", batch_key=step_key("r1", 0, "filter.msgpack"), batch_digest=digest)
+    )
+    assert (result.trained_samples, result.trained_tokens) == (2, expected.trained_tokens)
+    assert result.weights_digest == expected.weights_digest
+    assert together.read.count(key) == 1
+
+
 def test_a_record_that_could_not_be_written_is_no_second_step(model: Path) -> None:
     store, calm = new_store(model), new_store(model)
     expected = new_trainer(calm).put_step(0, batch_of(calm, 0))
@@ -114,9 +163,7 @@ def test_an_empty_step_changes_nothing_and_has_no_loss(model: Path, samples: Any
     store = new_store(model)
     trainer = new_trainer(store)
     before = trainer.open_run("r1")["weights_digest"]
-    rows = [dict(row, loss_mask=row["loss_mask"] * 0) for row in samples_of(0, 2)] if samples else []
-    for row in rows:
-        row["loss_mask"] = row["loss_mask"].astype("uint8")
+    rows = [untrained(row) for row in samples_of(0, 2)] if samples else []
     result = trainer.put_step(0, batch_of(store, 0, rows))
     assert (result.status, result.loss, result.version_after, result.weights_digest) == ("empty", None, 0, before)
     assert trainer.put_step(1, batch_of(store, 1)).version_after == 1

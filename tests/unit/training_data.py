@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rl360.store.codec import pack
+from rl360.sessions.sample import MergedSample, encode_samples
+from rl360.store.codec import pack, sha256_hex
+from rl360.store.layout import merged_key, step_key
 
 VOCAB, HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN = 512, 64, 2, 4, 2, 16, 128
 EXPERT_FFN = 32
@@ -84,7 +86,7 @@ def write_model(folder: Path, seed: int = 0, experts: int = 0, **changes: Any) -
 
 
 def sample(seed: int, name: str, **changes: Any) -> dict[str, Any]:
-    """One sample as the train batch object holds it."""
+    """One sample and its advantage: what a row of the batch and the object it refers to hold between them."""
     rng = np.random.default_rng(seed)
     length = int(rng.integers(8, 60))
     mask = (rng.random(length) < 0.5).astype(np.uint8)
@@ -99,10 +101,63 @@ def sample(seed: int, name: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def batch(run: str, step: int, samples: list[dict[str, Any]], **changes: Any) -> bytes:
-    """The bytes of a train batch object."""
-    return pack({"schema_version": 1, "run": run, "step": step, "samples": samples, "decisions": []} | changes)
+def untrained(row: dict[str, Any]) -> dict[str, Any]:
+    """The same sample with nothing under its mask."""
+    return row | {"loss_mask": np.zeros_like(row["loss_mask"]), "logprobs": np.zeros_like(row["logprobs"])}
 
 
 def samples_of(step: int, count: int = 12) -> list[dict[str, Any]]:
     return [sample(1000 * step + i, f"s{step:06}-g000-a{i:02}-t0") for i in range(count)]
+
+
+def merged(row: dict[str, Any], leaf: int = 0) -> MergedSample:
+    """The sample as a session server merges it; unchecked, so that tests can store what no server would."""
+    mask = row["loss_mask"]
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]]).astype(np.int8)))
+    spans = [(int(start), int(end), "r1:0") for start, end in edges.reshape(-1, 2)]
+    return MergedSample(
+        attempt_id=row["attempt_id"],
+        group_id=row["group_id"],
+        task_id="a-task",
+        session_id="a-session",
+        tokens=row["tokens"],
+        loss_mask=mask,
+        logprobs=row["logprobs"],
+        version_spans=spans,
+        sampled_tokens=int(np.count_nonzero(mask)),
+        after_truncation_tokens=0,
+        prefix_break_tokens=0,
+        truncated=False,
+        turns=len(spans),
+        leaf=leaf,
+    )
+
+
+def stored_row(store: Any, run: str, step: int, row: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Store the sample as an object of its own; its row of the batch."""
+    data = encode_samples([merged(row)])
+    key = merged_key(run, step, 0, row["attempt_id"])
+    store.put(key, data)
+    return {
+        "attempt_id": row["attempt_id"],
+        "group_id": row["group_id"],
+        "leaf": 0,
+        "key": key,
+        "sha256": sha256_hex(data),
+        "tokens": len(row["tokens"]),
+        "trained": int(np.count_nonzero(row["loss_mask"])),
+        "advantage": row["advantage"],
+    } | changes
+
+
+def batch(run: str, step: int, rows: list[dict[str, Any]], **changes: Any) -> bytes:
+    """The bytes of a train batch object."""
+    return pack({"schema_version": 2, "run": run, "step": step, "samples": rows, "decisions": []} | changes)
+
+
+def put_batch(store: Any, run: str, step: int, samples: list[dict[str, Any]]) -> dict[str, str]:
+    """Store the samples and the batch that refers to them; the body that asks the trainer for the step."""
+    data = batch(run, step, [stored_row(store, run, step, row) for row in samples])
+    key = step_key(run, step, "filter.msgpack")
+    store.put(key, data)
+    return {"run": run, "batch_key": key, "batch_digest": sha256_hex(data)}

@@ -95,13 +95,22 @@ class Policy:
 
     # -- batches ------------------------------------------------------------------------------------------------
 
+    def share(self, lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+        """Indices of this rank's samples, by micro-batch; every rank has the same number of micro-batches."""
+        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        return plan(lengths, max_tokens, ranks, self._multiple)[rank]
+
+    def rectangles(self, samples: Mapping[int, TrainSequence], share: Sequence[tuple[int, ...]]) -> list[MicroBatch]:
+        """The micro-batches of a share from its samples, by index."""
+        return [build(samples, indices, self._multiple) for indices in share]
+
     def micro_batches(self, samples: Sequence[TrainSequence], max_tokens: int) -> list[MicroBatch]:
-        """This rank's micro-batches; every rank has the same number."""
-        multiple = self.layout.tp if self.layout.sequence_parallel else 1
-        groups = plan(
-            [len(s.tokens) for s in samples], max_tokens, parallel_state.get_data_parallel_world_size(), multiple
-        )
-        return [build(samples, g, multiple) for g in groups[parallel_state.get_data_parallel_rank()]]
+        """This rank's micro-batches of samples that every rank holds."""
+        return self.rectangles(dict(enumerate(samples)), self.share([len(s.tokens) for s in samples], max_tokens))
+
+    @property
+    def _multiple(self) -> int:
+        return self.layout.tp if self.layout.sequence_parallel else 1
 
     def _run(
         self,
