@@ -83,7 +83,11 @@ def test_killed_in_each_task_and_started_again(services: Services, store: Object
         killed = drive(services, config, point)
         assert killed.returncode == -signal.SIGKILL, f"{point}: not killed\n{killed.stdout}{killed.stderr}"
         before = committed(store, run, step)
-        attempts_before = {key: store.get(key) for key in store.list(step_key(run, step, "attempts/"))}
+        attempts_before = {
+            key: store.get(key)
+            for folder in ("attempts/", "merged/", "waves/")
+            for key in store.list(step_key(run, step, folder))
+        }
         assert next_step(store, run) == (step + 1 if point == "report:after" else step)
 
         again = drive(services, config)
@@ -92,7 +96,7 @@ def test_killed_in_each_task_and_started_again(services: Services, store: Object
         after = committed(store, run, step)
         assert before.items() <= after.items(), f"{point}: a committed manifest changed"
         kept = {key: store.get(key) for key in attempts_before}
-        assert kept == attempts_before, f"{point}: a stored attempt changed"
+        assert kept == attempts_before, f"{point}: a stored attempt, sample or table changed"
     _check_books(store, run)
 
 

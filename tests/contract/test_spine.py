@@ -13,12 +13,12 @@ import httpx
 import psutil
 import pytest
 
+from rl360.agents.records import read_table
 from rl360.config.services import Services
 from rl360.ledger.outcomes import SAMPLED
-from rl360.sessions.sample import AttemptRecord
-from rl360.store.codec import unpack
+from rl360.sessions.sample import LeafCounts, decode_samples
 from rl360.store.layout import run_config_key, step_key
-from rl360.store.manifest import get_object, read_manifest
+from rl360.store.manifest import ObjectRef, get_object, read_manifest
 from rl360.store.object_store import ObjectStore
 from tests.conftest import ROOT, Cli
 
@@ -64,17 +64,17 @@ def test_every_attempt_and_token_is_accounted_for(store: ObjectStore, run: str, 
         step = entry["step"]
         collected = read_manifest(store, run, step, "collect")
         assert collected is not None
-        records = [
-            AttemptRecord.from_wire(wire, ref.key)
-            for ref in collected.objects
-            for wire in unpack(get_object(store, ref), ref.key)["attempts"]
-        ]
+        records = read_table(store, collected.objects[0])
         assert entry["attempts"] == len(records) >= GROUPS * SIZE
         assert sum(entry["outcomes"].values()) == len(records)
         assert sum(entry["tokens"].values()) == entry["sampled_tokens"] == sum(r.sampled_tokens for r in records)
         assert set(entry["tokens"]) <= {bucket.value for bucket in SAMPLED}
-        versions = {version for r in records if r.sample for _, _, version in r.sample.version_spans}
-        assert len(versions) == 1
+        stored = [r.stored for r in records if r.stored is not None]
+        assert len({version for ref in stored for leaf in ref.leaves for version in leaf.versions}) == 1
+        for ref in stored:  # the session servers wrote what they said they did
+            data = get_object(store, ObjectRef(key=ref.key, sha256=ref.sha256, size_bytes=ref.size_bytes))
+            assert tuple(LeafCounts.of(sample) for sample in decode_samples(data, ref.key)) == ref.leaves
+        assert sorted(ref.key for ref in stored) == store.list(step_key(run, step, "merged/"))
         assert all(r.cleanup_confirmed for r in records)
         rewards = [r.verdict.reward for r in records if r.verdict is not None]
         assert entry["reward"]["unfiltered_mean_valid"] == pytest.approx(sum(rewards) / len(rewards))
