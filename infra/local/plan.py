@@ -314,7 +314,9 @@ def _sessions(options: UpOptions) -> list[Spec]:
     specs = []
     for index in range(options.sessions):
         port = options.ports["sessions"] + index
-        argv = (sys.executable, "-m", "rl360.sessions.server", *_http(port), "--upstream", upstream)
+        argv = (sys.executable, "-m", "rl360.cli", "sessions", "serve", *_http(port), "--upstream", upstream)
+        # no draining: on a laptop engines and tasks go down with it
+        argv += ("--store", "--drain-s", "0")
         specs.append(
             Spec(
                 name=f"sessions-{index}",

@@ -72,7 +72,7 @@ class RoutingShape:
         return cls(layers, top_k, experts)
 
 
-def decode_rows(data: bytes | str, shape: RoutingShape, rows: int) -> np.ndarray:
+def decode_rows(data: bytes | str | memoryview, shape: RoutingShape, rows: int) -> np.ndarray:
     """Rows `[rows, layers, top_k]` of `shape.dtype`, read-only, from the engine's base64.
 
     `SessionRefusal(bad_routing)` on anything but exactly `rows` rows of expert indices in [0, experts).

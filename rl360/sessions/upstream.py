@@ -1,9 +1,10 @@
 """The one call a session server makes: `POST {upstream}/generate`, token ids in, token ids out.
 
 Every field that decides what is sampled is assigned here, outright. The reply is taken only when it answers exactly
-what was asked: same prompt ids, one log-probability per sampled id, a finish reason, a weight version for every id.
-Anything else, an abort, an error status or a missed deadline is `bad_upstream` and nothing is recorded; nobody there to
-ask is `no_engine`. Only a refused connection is tried again: once bytes were sent the engine may have sampled.
+what was asked: same prompt ids, one log-probability per sampled id, a finish reason, a weight version for every id,
+and exactly the routing rows that were asked for. Anything else, an abort, an error status or a missed deadline is
+`bad_upstream` and nothing is recorded; nobody there to ask is `no_engine`. Only a refused connection is tried again:
+once bytes were sent the engine may have sampled.
 """
 
 from __future__ import annotations
@@ -11,87 +12,132 @@ from __future__ import annotations
 import asyncio
 import random
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
+import msgspec
 import numpy as np
 import orjson
 
-from rl360.pools import busy_pool
-from rl360.sessions.core import Completion, PreparedTurn, Sampling
+from rl360.errors import BadInput
 from rl360.sessions.refusals import Refusal, SessionRefusal
+from rl360.sessions.routing import RoutingShape, decode_rows
+from rl360.sessions.turns import Completion, PreparedTurn
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
+_WORKER_HEADER = "x-smg-routed-worker-id"
 _GATEWAY_ERROR_HEADER = "x-smg-error-code"  # model_not_found: the gateway has no worker at all
 CONNECT_TRIES = 3
-MAX_CONCURRENT = 128
-MAX_REPLY_BYTES = 64 << 20
+CONNECT_S = 5.0
+_REPLY_BYTES = 1 << 20  # of a reply, beside what the question makes long
+_SAMPLED_BYTES = 256  # id, log-probability and text of one sampled token
+_ID_BYTES = 12
+_READ_IN_THREAD_BYTES = 1 << 20
 
 
 class Upstream:
-    """A pooled client of one SMG gateway (or one engine). One per server process, closed with `aclose`."""
+    """A pooled client of one SMG gateway (or one engine). One per server process, closed with `aclose`.
 
-    def __init__(self, url: str, vocab_size: int, end_id: int, deadline_s: float) -> None:
-        self._url = httpx.URL(url.rstrip("/") + "/generate")
+    `routing` makes it ask for the experts of every row that a session does not hold yet.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        vocab_size: int,
+        stop_ids: tuple[int, ...],
+        deadline_s: float,
+        routing: RoutingShape | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadInput(f"upstream {url!r} is not an address; use http://HOST:PORT of the gateway")
+        self.url = url.rstrip("/") + "/generate"
+        self.routing = routing
         self._vocab_size = vocab_size
-        self._end_id = end_id
+        self._stop_ids = stop_ids
         self._deadline_s = deadline_s
-        self._timeout = httpx.Timeout(deadline_s, connect=min(5.0, deadline_s)).as_dict()
-        limits = busy_pool(2 * MAX_CONCURRENT)
-        # the transport without the client around it: no cookies, redirects, auth or proxies, half the CPU of a call
-        self._transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
+        self._client: aiohttp.ClientSession | None = None
 
     async def aclose(self) -> None:
-        await self._transport.aclose()
+        if self._client is not None:
+            await self._client.close()
 
-    async def generate(self, session_id: str, sampling: Sampling, prepared: PreparedTurn) -> Completion:
-        """Sample one turn. Raises `SessionRefusal(bad_upstream)`; cancelling it closes the connection."""
+    async def generate(self, session_id: str, prepared: PreparedTurn) -> Completion:
+        """Sample one turn. Raises `SessionRefusal`; cancelling it closes the connection."""
         ids = prepared.input_ids
         if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             # an id outside the vocabulary ends the engine process: it must not leave this one
             raise _bad(f"not sent: {len(ids)} ids, all must lie in [0, {self._vocab_size})")
-        body = orjson.dumps(request_body(prepared, sampling, self._end_id), option=orjson.OPT_SERIALIZE_NUMPY)
+        prompt = orjson.dumps(np.ascontiguousarray(ids), option=orjson.OPT_SERIALIZE_NUMPY)
+        body = request_body(prompt, prepared, self._stop_ids)
         headers = {ROUTING_HEADER: session_id, "Content-Type": "application/json"}
         try:
             async with asyncio.timeout(self._deadline_s):
-                response = await self._post(body, headers)
-        except (TimeoutError, httpx.TimeoutException):
-            raise _bad(f"no reply from {self._url} within {self._deadline_s:g} s") from None
-        except httpx.ConnectError as error:
-            raise _no_engine(f"{self._url} refused {CONNECT_TRIES} connections ({error})") from None
-        except httpx.HTTPError as error:
-            raise _bad(f"{self._url}: {type(error).__name__} {str(error)[:200]}") from None
-        if response.status_code == 503 or response.headers.get(_GATEWAY_ERROR_HEADER) == "model_not_found":
-            raise _no_engine(f"{self._url} has no engine to ask ({response.status_code}: {response.text[:200]})")
-        if response.status_code != 200:
-            raise _bad(f"{self._url} answered {response.status_code}: {response.text[:300]}")
-        if len(response.content) > MAX_REPLY_BYTES:
-            raise _bad(f"reply of {len(response.content)} bytes, the limit is {MAX_REPLY_BYTES}")
-        try:
-            reply = orjson.loads(response.content)
-        except orjson.JSONDecodeError:
-            raise _bad("reply is not JSON") from None
-        return read_reply(reply, ids)
+                status, told, data = await self._post(body, headers, self._reply_limit(prepared))
+        except TimeoutError:
+            raise _bad(f"no reply from {self.url} within {self._deadline_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise _no_engine(f"{self.url} refused {CONNECT_TRIES} connections ({error.strerror})") from None
+        except aiohttp.ClientError as error:
+            raise _bad(f"{self.url}: {type(error).__name__} {str(error)[:200]}") from None
+        if status == 503 or told.get(_GATEWAY_ERROR_HEADER) == "model_not_found":
+            raise _no_engine(f"{self.url} has no engine to ask ({status}: {_shown(data)})")
+        if status != 200:
+            raise _bad(f"{self.url} answered {status}: {_shown(data)}")
+        worker = told.get(_WORKER_HEADER, "")[:200]
+        if len(data) < _READ_IN_THREAD_BYTES:
+            return read_reply(data, prompt, prepared, self.routing, worker)
+        return await asyncio.to_thread(read_reply, data, prompt, prepared, self.routing, worker)
 
-    async def _post(self, body: bytes, headers: dict[str, str]) -> httpx.Response:
+    def _reply_limit(self, prepared: PreparedTurn) -> int:
+        """Above what any correct reply to this turn can have."""
+        prompt, sampled = len(prepared.input_ids), prepared.max_new_tokens
+        limit = _REPLY_BYTES + _ID_BYTES * prompt + _SAMPLED_BYTES * sampled
+        if self.routing is not None and prepared.routing_from is not None:
+            rows = prompt + sampled - prepared.routing_from
+            limit += rows * self.routing.layers * self.routing.top_k * 4 * 4 // 3  # base64 of int32
+        return limit
+
+    async def _post(self, body: bytes, headers: dict[str, str], limit: int) -> tuple[int, Any, bytes]:
         for attempt in range(1, CONNECT_TRIES + 1):
             try:
-                request = httpx.Request(
-                    "POST", self._url, content=body, headers=headers, extensions={"timeout": self._timeout}
-                )
-                response = await self._transport.handle_async_request(request)
-                await response.aread()
-                return response
-            except (httpx.ConnectError, httpx.ConnectTimeout):
+                async with self._pool().post(self.url, data=body, headers=headers, allow_redirects=False) as reply:
+                    return reply.status, reply.headers, await _read(reply.content, limit)
+            except aiohttp.ClientConnectorError:
                 if attempt == CONNECT_TRIES:
                     raise
                 await asyncio.sleep(random.uniform(0.05, 0.2) * attempt)
         raise AssertionError("the loop returns or raises")
 
+    def _pool(self) -> aiohttp.ClientSession:
+        if self._client is None:  # made on the event loop it is used on
+            self._client = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+                auto_decompress=False,
+                read_bufsize=1 << 20,
+            )
+        return self._client
 
-def request_body(prepared: PreparedTurn, sampling: Sampling, end_id: int) -> dict[str, Any]:
-    """The `/generate` body. Penalties are stated because an engine may carry other defaults of its own."""
-    return {
-        "input_ids": np.ascontiguousarray(prepared.input_ids),
+
+async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
+    parts, size = [], 0
+    async for part in content.iter_any():
+        size += len(part)
+        if size > limit:
+            raise _bad(f"reply of more than {limit} bytes, the limit for this turn")
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def request_body(prompt: bytes, prepared: PreparedTurn, stop_ids: tuple[int, ...]) -> bytes:
+    """The `/generate` body; `prompt` is the JSON of the ids. Penalties are stated because an engine may carry other
+    defaults of its own."""
+    sampling = prepared.sampling
+    fields: dict[str, Any] = {
         "sampling_params": {
             "max_new_tokens": prepared.max_new_tokens,
             "temperature": sampling.temperature,
@@ -101,7 +147,7 @@ def request_body(prepared: PreparedTurn, sampling: Sampling, end_id: int) -> dic
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "stop_token_ids": [end_id],
+            "stop_token_ids": stop_ids,
             "ignore_eos": False,
             "no_stop_trim": False,
             "skip_special_tokens": False,
@@ -111,62 +157,104 @@ def request_body(prepared: PreparedTurn, sampling: Sampling, end_id: int) -> dic
         "return_prompt_token_ids": True,
         "stream": False,
     }
+    if prepared.routing_from is not None:
+        fields |= {"return_routed_experts": True, "routed_experts_start_len": prepared.routing_from}
+    return b'{"input_ids":' + prompt + b"," + orjson.dumps(fields)[1:]
 
 
-def read_reply(reply: Any, sent_ids: np.ndarray) -> Completion:
-    """Check a `/generate` reply against what was sent and take what a session keeps."""
-    meta = reply.get("meta_info") if isinstance(reply, dict) else None
-    if not isinstance(meta, dict):
-        raise _bad(f"reply has no meta_info: {str(reply)[:200]}")
-    finish = meta.get("finish_reason")
-    reason = finish.get("type") if isinstance(finish, dict) else None
-    if reason not in ("stop", "length"):
-        raise _bad(f"finish_reason {str(finish)[:200]}, expected stop or length")
-    prompt = reply.get("prompt_token_ids")
-    if prompt != sent_ids.tolist():
-        shown = f"{len(prompt)} ids" if isinstance(prompt, list) else repr(prompt)[:40]
-        raise _bad(f"the engine reports another prompt ({shown}) than the {len(sent_ids)} ids sent")
-    output_ids, rows = reply.get("output_ids"), meta.get("output_token_logprobs")
-    if not isinstance(output_ids, list) or not isinstance(rows, list) or len(output_ids) != len(rows):
-        raise _bad(f"{_length(output_ids)} output ids and {_length(rows)} log-probabilities do not pair")
+class _Finish(msgspec.Struct):
+    type: str
+    message: Any = None
+
+
+class _Span(msgspec.Struct):
+    start: int
+    end: int
+    version: str
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish
+    output_token_logprobs: list[tuple[float, int, Any]]
+    weight_version: str | None = None
+    weight_versions: list[_Span] | None = None
+    cached_tokens: Any = 0
+    num_retractions: int | None = 0
+    routed_experts: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Reply(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decoder = msgspec.json.Decoder(_Reply)
+_ids_decoder = msgspec.json.Decoder(list[int])
+
+
+def read_reply(
+    data: bytes, prompt: bytes, prepared: PreparedTurn, routing: RoutingShape | None = None, worker: str = ""
+) -> Completion:
+    """Check a `/generate` reply against what was sent (`prompt`: the JSON of its ids) and take what a session keeps."""
     try:
-        ids = np.array(output_ids, dtype=np.int32)
-        logprobs = np.array([row[0] for row in rows], dtype=np.float32)
-        named = [row[1] for row in rows]
-    except (TypeError, ValueError, OverflowError, IndexError, KeyError):
-        raise _bad("output_ids or output_token_logprobs hold something else than numbers") from None
-    if named != output_ids or not all(type(i) is int for i in output_ids):
+        reply = _decoder.decode(data)
+        # an engine and a gateway that write JSON as compactly as this server give the very bytes back
+        same = bytes(reply.prompt_token_ids) == prompt
+        same = same or _ids_decoder.decode(reply.prompt_token_ids) == prepared.input_ids.tolist()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(f"reply: {str(error)[:200]}") from None
+    meta = reply.meta_info
+    if meta.finish_reason.type not in ("stop", "length"):
+        told = f"{meta.finish_reason.type} {meta.finish_reason.message or ''}"[:200]
+        raise _bad(f"finish_reason {told}, expected stop or length")
+    if not same:
+        raise _bad(f"the engine reports another prompt than the {len(prepared.input_ids)} ids sent")
+    rows = meta.output_token_logprobs
+    if len(rows) != len(reply.output_ids):
+        raise _bad(f"{len(reply.output_ids)} output ids and {len(rows)} log-probabilities do not pair")
+    if [row[1] for row in rows] != reply.output_ids:
         raise _bad("output_token_logprobs name other ids than output_ids")
-    cached = meta.get("cached_tokens", 0)
+    try:
+        ids = np.array(reply.output_ids, dtype=np.int32)
+    except OverflowError:
+        raise _bad("output_ids holds a number of more than 32 bits") from None
+    cached = meta.cached_tokens
     return Completion(
         output_ids=ids,
-        logprobs=logprobs,
-        finish_reason=reason,
-        spans=_spans(meta, len(output_ids)),
-        cached_tokens=cached if type(cached) is int and 0 <= cached <= len(sent_ids) else 0,
+        logprobs=np.array([row[0] for row in rows], dtype=np.float32),
+        finish_reason=meta.finish_reason.type,
+        spans=_spans(meta, len(ids)),
+        cached_tokens=cached if type(cached) is int and 0 <= cached <= len(prepared.input_ids) else 0,
+        routing=_routing(meta.routed_experts, prepared, len(ids), routing),
+        retractions=max(0, meta.num_retractions or 0),
+        worker=worker,
     )
 
 
-def _spans(meta: dict[str, Any], length: int) -> tuple[tuple[int, int, str], ...]:
+def _spans(meta: _Meta, length: int) -> tuple[tuple[int, int, str], ...]:
     """Version spans over the sampled ids: the engine's own, or its single version for all of them."""
-    raw = meta.get("weight_versions")
-    if raw is None:
-        version = meta.get("weight_version")
-        if not isinstance(version, str) or not version:
-            raise _bad(f"reply names no weight version ({version!r})")
-        return ((0, length, version),)
-    spans: list[tuple[int, int, str]] = []
-    for item in raw if isinstance(raw, list) else [None]:
-        named = item if isinstance(item, dict) else {}
-        start, end, version = named.get("start"), named.get("end"), named.get("version")
-        if type(start) is not int or type(end) is not int or not isinstance(version, str) or not version:
-            raise _bad(f"weight_versions {str(raw)[:120]} is not a list of start, end, version")
-        spans.append((start, end, version))
-    return tuple(spans)
+    if meta.weight_versions is not None:
+        spans = tuple((span.start, span.end, span.version) for span in meta.weight_versions)
+    else:
+        spans = ((0, length, meta.weight_version or ""),)
+    if not all(version for _start, _end, version in spans):
+        raise _bad("reply names no weight version")
+    return spans
 
 
-def _length(value: Any) -> str:
-    return str(len(value)) if isinstance(value, list) else type(value).__name__
+def _routing(raw: msgspec.Raw, prepared: PreparedTurn, sampled: int, shape: RoutingShape | None) -> np.ndarray | None:
+    """The new rows `[rows, layers, top_k]`: the JSON string is base64, whose letters JSON need not escape."""
+    if shape is None or prepared.routing_from is None:
+        return None
+    text = memoryview(raw)
+    if len(text) < 2 or text[0] != ord('"'):
+        raise SessionRefusal(Refusal.BAD_ROUTING, f"asked for routed_experts, got {_shown(bytes(text[:40]))}")
+    return decode_rows(text[1:-1], shape, len(prepared.input_ids) + sampled - 1 - prepared.routing_from)
+
+
+def _shown(data: bytes) -> str:
+    return " ".join(data[:300].decode("utf-8", "replace").split())
 
 
 def _no_engine(problem: str) -> SessionRefusal:

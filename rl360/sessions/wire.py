@@ -1,97 +1,140 @@
-"""The HTTP bodies of the agent path: OpenAI chat request in, OpenAI reply (whole or as SSE chunks) out.
+"""The agent's path in the OpenAI format: chat request in, reply (whole or as SSE chunks) out.
 
-A reply carries text and tool calls only: no ids, no log-probabilities. Sampling parameters in a request are never
-used; those that differ from the session's pinned ones are named so that they can be counted.
+`split` reads any agent's body without parsing its messages: each stays the bytes it came as, so that a session parses
+only those it has not seen. A reply carries text and tool calls only: no ids, no log-probabilities.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 
-from rl360.sessions.core import Sampling, Session, Turn
-from rl360.sessions.messages import Message, Tool, parse_messages, parse_tools
+from rl360.sessions.core import Session
+from rl360.sessions.messages import MAX_MESSAGES, Tool, openai_message, parse_tools
 from rl360.sessions.refusals import Refusal, SessionRefusal
+from rl360.sessions.turns import Parse, Turn
 
 # understood elsewhere, or without any influence on what is sampled
 _NEUTRAL = frozenset(
-    {"messages", "tools", "stream", "stream_options", "model", "n", "tool_choice", "response_format"}
+    {"stream", "stream_options", "model", "n", "tool_choice", "response_format"}
     | {"user", "metadata", "store", "parallel_tool_calls"}
 )
-_PINNED = {
+_SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
 }
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 @dataclass(frozen=True)
-class ChatRequest:
-    """A checked request. `ignored` names the parameters that asked for something else than what is pinned."""
+class AgentRequest:
+    """A checked request of either format. `raws` are the messages as JSON, `parse` reads one of them, `parse_tools` all
+    tools; `asked` are the sampling parameters it names, under their names in `Sampling`; `ignored` names fields that
+    have no effect here."""
 
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    stream: bool
-    include_usage: bool
-    model: str
+    raws: list[bytes]
+    tools_raw: bytes | None
+    parse: Parse
+    parse_tools: Callable[[Any], tuple[Tool, ...]]
+    asked: dict[str, Any]
     ignored: tuple[str, ...]
+    stream: bool
+    model: str
+    include_usage: bool = False
 
 
-def _refuse(message: str) -> SessionRefusal:
+def refuse(message: str) -> SessionRefusal:
+    """A body that no session takes."""
     return SessionRefusal(Refusal.BAD_BODY, message)
 
 
-def parse_chat_request(data: bytes, pinned: Sampling) -> ChatRequest:
-    """Decode and check a request body; every refusal is `bad_body` and names the field."""
+def split(data: bytes) -> tuple[list[bytes], bytes | None, dict[str, Any]]:
+    """(messages, tools, every other field decoded) of a body; messages and tools stay JSON."""
     try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise _refuse(f"body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise _refuse(f"body is {type(body).__name__}, expected an object")
-    stream = body.get("stream")
-    if stream not in (None, False, True):
-        raise _refuse(f"stream is {str(stream)[:40]!r}, use true or false")
-    options = body.get("stream_options") or {}
+        raws = _fields_decoder.decode(data)
+        messages = _list_decoder.decode(raws.pop("messages", b"[]"))
+        tools = raws.pop("tools", None)
+        fields = {name: orjson.loads(memoryview(raw)) for name, raw in raws.items()}
+    except (msgspec.DecodeError, orjson.JSONDecodeError, RecursionError) as error:
+        raise refuse(f"body is not a JSON object with a list of messages: {str(error)[:120]}") from None
+    if not messages:
+        raise refuse("messages is absent or empty")
+    if len(messages) > MAX_MESSAGES:
+        raise refuse(f"messages: {len(messages)} of them, at most {MAX_MESSAGES}")
+    return [bytes(raw) for raw in messages], None if tools is None else bytes(tools), fields
+
+
+def read_chat(data: bytes) -> AgentRequest:
+    """Decode and check an OpenAI chat body; every refusal is `bad_body` and names the field."""
+    raws, tools_raw, fields = split(data)
+    options = fields.get("stream_options") or {}
     if not isinstance(options, dict):
-        raise _refuse("stream_options is not an object")
-    _require(body, "n", (None, 1), "a session has one continuation; use 1")
-    _require(body, "tool_choice", (None, "auto"), "the policy decides; use auto")
-    _require(body, "response_format", (None, {"type": "text"}), "replies are not constrained; use text")
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise _refuse(f"model is {type(model).__name__}, expected a string")
-    return ChatRequest(
-        messages=parse_messages(body.get("messages")),
-        tools=parse_tools(body.get("tools")),
-        stream=bool(stream),
+        raise refuse("stream_options is not an object")
+    require(fields, "n", (None, 1), "a session has one continuation; use 1")
+    require(fields, "tool_choice", (None, "auto"), "the policy decides; use auto")
+    require(fields, "response_format", (None, {"type": "text"}), "replies are not constrained; use text")
+    asked, ignored = named_params(fields, _SAMPLING, _NEUTRAL)
+    return AgentRequest(
+        raws=raws,
+        tools_raw=tools_raw,
+        parse=openai_message,
+        parse_tools=parse_tools,
+        asked=asked,
+        ignored=ignored,
+        stream=read_stream(fields),
+        model=read_model(fields),
         include_usage=bool(options.get("include_usage")),
-        model=(model or "policy")[:200],
-        ignored=_ignored(body, pinned),
     )
 
 
-def _require(body: dict[str, Any], name: str, allowed: tuple[Any, ...], why: str) -> None:
-    value = body.get(name)
+def require(fields: dict[str, Any], name: str, allowed: tuple[Any, ...], why: str) -> None:
+    """Refuse a field that is none of `allowed`."""
+    value = fields.get(name)
     if isinstance(value, bool) or value not in allowed:
-        raise _refuse(f"{name} {str(value)[:60]!r} is not supported: {why}")
+        raise refuse(f"{name} {str(value)[:60]!r} is not supported: {why}")
 
 
-def _ignored(body: dict[str, Any], pinned: Sampling) -> tuple[str, ...]:
-    names = []
-    for name, value in body.items():
-        if name in _PINNED:
-            differs = value is not None and value != getattr(pinned, _PINNED[name])
-        else:
-            differs = name not in _NEUTRAL and value not in (None, False, 0, "", [], {})
-        if differs:
-            names.append(name[:64])
-    return tuple(names)
+def read_stream(fields: dict[str, Any]) -> bool:
+    stream = fields.get("stream")
+    if stream not in (None, False, True):
+        raise refuse(f"stream is {str(stream)[:40]!r}, use true or false")
+    return bool(stream)
+
+
+def read_model(fields: dict[str, Any]) -> str:
+    """The name the reply repeats: a session has one model, whatever it is called."""
+    model = fields.get("model")
+    if model is not None and not isinstance(model, str):
+        raise refuse(f"model is {type(model).__name__}, expected a string")
+    return (model or "policy")[:200]
+
+
+def named_params(
+    fields: dict[str, Any], sampling: dict[str, str], neutral: frozenset[str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(sampling parameters asked for, names of other fields that say something and have no effect)."""
+    asked, ignored = {}, []
+    for name, value in fields.items():
+        if name in sampling:
+            if value is not None:
+                asked[sampling[name]] = value
+        elif name not in neutral and value not in (None, False, 0, "", [], {}):
+            ignored.append(name[:64])
+    return asked, tuple(ignored)
+
+
+def reply_id(session: Session) -> str:
+    """Unique per recorded turn; not derived from the session id, which is the key to the session."""
+    return f"{session.spec.attempt_id}-{session.epoch}"
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
@@ -109,39 +152,38 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_calls" if turn.reply.tool_calls else "stop"
 
 
-def _reply_id(session: Session) -> str:
-    # not derived from the session id: that one is the key to the session
-    return f"chatcmpl-{session.spec.attempt_id}-{session.epoch}"
-
-
-def reply_body(session: Session, turn: Turn, model: str) -> bytes:
+def reply_body(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
     """The `chat.completion` object of a recorded turn."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None}
+    if turn.reply.reasoning is not None:
+        message["reasoning_content"] = turn.reply.reasoning
     if turn.reply.tool_calls:
         message["tool_calls"] = [call.to_openai() for call in turn.reply.tool_calls]
     elif message["content"] is None:
         message["content"] = ""
     return orjson.dumps(
         {
-            "id": _reply_id(session),
+            "id": f"chatcmpl-{reply_id(session)}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": model,
+            "model": asked.model,
             "choices": [{"index": 0, "message": message, "finish_reason": _finish_reason(turn), "logprobs": None}],
             "usage": _usage(turn),
         }
     )
 
 
-def reply_sse(session: Session, turn: Turn, model: str, include_usage: bool) -> bytes:
+def reply_sse(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
     """The same reply as the server-sent events of a streaming request, ending in [DONE]."""
     head = {
-        "id": _reply_id(session),
+        "id": f"chatcmpl-{reply_id(session)}",
         "object": "chat.completion.chunk",
         "created": int(time.time()),
-        "model": model,
+        "model": asked.model,
     }
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if turn.reply.reasoning:
+        deltas.append({"reasoning_content": turn.reply.reasoning})
     if turn.reply.content:
         deltas.append({"content": turn.reply.content})
     deltas.extend({"tool_calls": [{"index": i, **call.to_openai()}]} for i, call in enumerate(turn.reply.tool_calls))
@@ -149,7 +191,7 @@ def reply_sse(session: Session, turn: Turn, model: str, include_usage: bool) -> 
         {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
     ]
     chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish_reason(turn)}]})
-    if include_usage:
+    if asked.include_usage:
         chunks.append({**head, "choices": [], "usage": _usage(turn)})
     return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
 
@@ -158,3 +200,10 @@ def error_body(code: str, message: str, status: int) -> bytes:
     """`{"error": {message, type, code}}`, as the OpenAI clients read it."""
     kind = "upstream_error" if status >= 500 else "invalid_request_error"
     return orjson.dumps({"error": {"message": message, "type": kind, "code": code, "param": None}})
+
+
+def models_body(model: str) -> bytes:
+    """The one model of a session, readable as an OpenAI and as an Anthropic list."""
+    entry = {"id": model, "object": "model", "created": 0, "owned_by": "rl360"}
+    entry |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+    return orjson.dumps({"object": "list", "data": [entry], "has_more": False, "first_id": model, "last_id": model})

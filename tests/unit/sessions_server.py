@@ -20,7 +20,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from rl360.sessions.registry import Limits, Registry
-from rl360.sessions.server import SessionService, create_app
+from rl360.sessions.routes import Service, create_app
+from rl360.sessions.routing import RoutingShape
 from rl360.sessions.upstream import Upstream
 from tests.unit.sessions_data import VERSION, encode_turn, template
 
@@ -57,12 +58,14 @@ def engine_reply(body: dict[str, Any], text: str = "done<|im_end|>", finish: str
 
 @dataclass
 class Engine:
-    """`script` maps a request body to what is answered: a reply, or (status, raw bytes). `gate` holds replies back."""
+    """`script` maps a request body to what is answered: a reply, or (status, raw bytes). `gate` holds replies back;
+    `headers` go with each, as a gateway's do."""
 
     script: Callable[[dict[str, Any]], Any] = engine_reply
     gate: threading.Event = field(default_factory=threading.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
     cancelled: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
@@ -81,14 +84,14 @@ class Engine:
                     return Response(status_code=499)
             answer = self.script(body)
             if isinstance(answer, tuple):
-                return Response(answer[1], answer[0])
-            return Response(orjson.dumps(answer), media_type="application/json")
+                return Response(answer[1], answer[0], self.headers)
+            return Response(orjson.dumps(answer), 200, self.headers, media_type="application/json")
 
         return app
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: Any) -> Iterator[str]:
     """Run an app on a free loopback port in a thread; its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -112,7 +115,7 @@ class Bench:
     """An engine, the session server in front of it, and a client of the latter."""
 
     engine: Engine
-    service: SessionService
+    service: Service
     url: str
     http: httpx.Client
 
@@ -125,19 +128,29 @@ class Bench:
         content = body if isinstance(body, bytes) else orjson.dumps(body)
         return self.http.post(f"/sessions/{session_id}/v1/chat/completions", content=content, **kwargs)
 
+    def say(self, session_id: str, body: Any, **kwargs: Any) -> httpx.Response:
+        """The same in the Anthropic format."""
+        content = body if isinstance(body, bytes) else orjson.dumps(body)
+        return self.http.post(f"/sessions/{session_id}/v1/messages", content=content, **kwargs)
+
+    def post(self, path: str, body: Any = None) -> httpx.Response:
+        return self.http.post(path, json=body, headers=BEARER)
+
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.http.get(path, headers={**BEARER, **headers})
 
 
 @contextlib.contextmanager
-def session_bench(limits: Limits | None = None, deadline_s: float = 20.0) -> Iterator[Bench]:
+def session_bench(
+    limits: Limits | None = None, deadline_s: float = 20.0, routing: RoutingShape | None = None, store: Any = None
+) -> Iterator[Bench]:
     """A fresh engine and session server; replies flow unless a test clears `engine.gate`."""
     engine = Engine()
     engine.gate.set()
     with serving(engine.app()) as engine_url:
         engine.url = engine_url
-        registry = Registry(template(), limits or Limits())
-        upstream = Upstream(engine_url, template().vocab_size, template().stop_ids[0], deadline_s)
-        service = SessionService(template(), registry, upstream, engine_url, TOKEN)
+        registry = Registry(template(), limits or Limits(), routing=routing)
+        upstream = Upstream(engine_url, template().vocab_size, template().stop_ids, deadline_s, routing)
+        service = Service(template(), registry, upstream, TOKEN, store)
         with serving(create_app(service)) as url, httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
             yield Bench(engine, service, url, http)

@@ -1,0 +1,455 @@
+"""What the session server's endpoints do, on plain ASGI: the agent's path is the hot path of a rollout.
+
+One event loop owns the sessions. Long renders, big replies, merging and the store run in threads. A client that goes
+away, a failed or a late engine changes nothing. A refusal becomes an error reply in one place, `_Route`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from rl360.errors import BadInput, StoreUnavailable
+from rl360.sessions import anthropic, wire
+from rl360.sessions.bodies import CreateBody, StoreBody
+from rl360.sessions.core import Session
+from rl360.sessions.families.base import ChatTemplate
+from rl360.sessions.merge import Pick, SessionSnapshot, merge, snapshot
+from rl360.sessions.messages import Message
+from rl360.sessions.openapi import ENDPOINTS, Endpoint, document, page
+from rl360.sessions.refusals import Refusal, SessionRefusal
+from rl360.sessions.registry import Held, Registry
+from rl360.sessions.sample import LeafCounts, SampleRef, encode_samples
+from rl360.sessions.turns import PreparedTurn, Request, Turn
+from rl360.sessions.upstream import Upstream
+from rl360.sessions.wire import AgentRequest
+from rl360.store.layout import merged_key
+from rl360.store.object_store import ObjectStore
+
+log = logging.getLogger("rl360.sessions")
+
+CLIENT_GONE = 499  # nobody reads this reply; the status is for logs
+BODY_S = 60.0
+_RENDER_IN_THREAD_BYTES = 64 << 10
+_STORES_AT_ONCE = 4
+_EVICT_EVERY_S = 15.0
+_JSON = b"application/json"
+_KEY = re.compile(r"([^/]+)/steps/(\d{6,9})/merged/(\d{4,6})/[^/]+\.msgpack", re.ASCII)
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@dataclass
+class Call:
+    """One request. `body_bytes` is how much of a body was read."""
+
+    scope: Scope
+    receive: Receive
+    body_bytes: int = 0
+
+    @property
+    def session_id(self) -> str:
+        return self.scope["path_params"]["session_id"]
+
+    def header(self, name: bytes) -> bytes:
+        return next((value for key, value in self.scope["headers"] if key == name), b"")
+
+    async def unless_gone(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`, or None when the client went away first: then it is cancelled and its end awaited."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self.receive())  # the body is read: the next message is the disconnect
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            gone.cancel()
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, SessionRefusal):
+                    await task
+
+
+@dataclass(frozen=True)
+class Reply:
+    body: bytes = b""
+    status: int = 200
+    media: bytes = _JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+@dataclass
+class Service:
+    """What the routes share: one method an endpoint. `refused` counts replies by error code since the start."""
+
+    template: ChatTemplate
+    registry: Registry
+    upstream: Upstream
+    token: str
+    store_in: ObjectStore | None = None
+    drain_s: float = 0.0
+    incarnation: str = field(default_factory=lambda: os.environ.get("RL360_INCARNATION") or uuid.uuid4().hex)
+    turns: int = 0
+    stored: int = 0
+    disconnects: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    drain_until_s: float | None = None
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_STORES_AT_ONCE, "store"))
+
+    def authorise(self, call: Call) -> None:
+        if not hmac.compare_digest(call.header(b"authorization"), f"Bearer {self.token}".encode()):
+            raise SessionRefusal(Refusal.UNAUTHORIZED, "send Authorization: Bearer <token> of this deployment")
+
+    async def read_body(self, call: Call, held: Held | None = None) -> bytes:
+        """The body, never more than the limits in memory: a session's requests in flight count as its own bytes."""
+        limits = self.registry.limits
+        parts = []
+        try:
+            async with asyncio.timeout(BODY_S):
+                more = True
+                while more:
+                    message = await call.receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    part = message.get("body", b"")
+                    more = message.get("more_body", False)
+                    call.body_bytes += len(part)
+                    if call.body_bytes > limits.body_bytes:
+                        raise _over(f"request body is over {limits.body_bytes} bytes, the limit")
+                    if held is not None:
+                        held.body_bytes += len(part)
+                        if held.body_bytes + held.session.held_bytes > limits.session_bytes:
+                            raise _over(f"session and its requests are over {limits.session_bytes} bytes, the limit")
+                    parts.append(part)
+        except TimeoutError:
+            raise SessionRefusal(Refusal.SLOW_BODY, f"the request body took over {BODY_S:g} s") from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def chat(self, call: Call) -> Reply:
+        return await self._turn(call, wire.read_chat, wire.reply_body, wire.reply_sse)
+
+    async def messages(self, call: Call) -> Reply:
+        return await self._turn(call, anthropic.read_messages, anthropic.message_body, anthropic.message_sse)
+
+    async def _turn(
+        self,
+        call: Call,
+        read: Callable[[bytes], AgentRequest],
+        body: Callable[[Session, Turn, AgentRequest], bytes],
+        events: Callable[[Session, Turn, AgentRequest], bytes],
+    ) -> Reply:
+        """One turn, from the agent's body to its reply."""
+        with self._request(call) as held:
+            session = held.session
+            asked = read(await self.read_body(call, held))
+            self.registry.make_room()
+            prepared = await self._prepare(session, _read(session, asked), asked.asked)
+            completion = await call.unless_gone(self.upstream.generate(session.session_id, prepared))
+            if completion is None:
+                raise _Gone
+            turn = session.commit(prepared, completion, asked.ignored)
+            self.turns += 1
+            if asked.stream:
+                # generated as a whole before it is recorded; the events then leave in one write
+                headers = ((b"cache-control", b"no-cache"),)
+                return Reply(events(session, turn, asked), media=b"text/event-stream; charset=utf-8", headers=headers)
+            return Reply(body(session, turn, asked))
+
+    @contextlib.contextmanager
+    def _request(self, call: Call) -> Iterator[Held]:
+        with self.registry.using(call.session_id) as held:
+            if held.in_flight > self.registry.limits.session_requests:
+                limit = self.registry.limits.session_requests
+                raise SessionRefusal(Refusal.TOO_MANY, f"session has {limit} requests in flight, the limit")
+            before = call.body_bytes
+            try:
+                yield held
+            finally:
+                held.body_bytes -= call.body_bytes - before
+
+    async def _prepare(self, session: Session, request: Request, asked: dict[str, Any] | None = None) -> PreparedTurn:
+        plan = session.plan(request, asked)
+        if sum(len(message.content) for message in plan.new_messages) > _RENDER_IN_THREAD_BYTES:
+            delta = await asyncio.to_thread(session.render, plan)
+        else:
+            delta = session.render(plan)
+        return session.assemble(plan, delta)
+
+    async def count_tokens(self, call: Call) -> Reply:
+        """Of a body that continues the session the ids it would send, of any other those of its own prompt."""
+        with self._request(call) as held:
+            asked = anthropic.read_messages(await self.read_body(call, held))
+            request = _read(held.session, asked)
+            try:
+                count = len((await self._prepare(held.session, request)).input_ids)
+            except SessionRefusal:
+                prompt = (request.messages, request.tools, held.session.spec.thinking)
+                count = len(await asyncio.to_thread(self.template.render_prompt, *prompt))
+            return Reply(orjson.dumps({"input_tokens": count}))
+
+    async def models(self, call: Call) -> Reply:
+        self.registry.get(call.session_id)
+        return Reply(wire.models_body("policy"))
+
+    async def create(self, call: Call) -> Reply:
+        spec = _validated(CreateBody, await self.read_body(call)).to_spec()
+        if spec.thinking:
+            self.template.render_prompt((Message("user", ""),), (), thinking=True)  # refuses where there is none
+        session_id = self.registry.create(spec).session_id
+        base_url = f"{str(HttpRequest(call.scope).base_url).rstrip('/')}/sessions/{session_id}/v1"
+        return Reply(orjson.dumps({"session_id": session_id, "base_url": base_url}))
+
+    async def rows(self, call: Call) -> Reply:
+        now = self.registry.clock()
+        return Reply(orjson.dumps({"sessions": [_row(held, now) for held in self.registry]}))
+
+    async def describe(self, call: Call) -> Reply:
+        held = self.registry.get(call.session_id)
+        stored = held.stored.to_wire() if held.stored else None
+        return Reply(orjson.dumps({**held.session.describe(), "in_flight": held.in_flight, "stored": stored}))
+
+    async def merged(self, call: Call) -> Reply:
+        asked = parse_qs(call.scope["query_string"].decode("latin-1")).get("pick", ["last"])[-1]
+        try:
+            pick = Pick(asked)
+        except ValueError:
+            raise SessionRefusal(Refusal.BAD_BODY, f"pick {asked[:40]!r} is not {', '.join(Pick)}") from None
+        with self._request(call) as held:
+            as_json = _JSON in call.header(b"accept")
+            data = await asyncio.to_thread(_encode, snapshot(held.session), pick, as_json)
+        return Reply(data, media=_JSON if as_json else b"application/msgpack")
+
+    async def store(self, call: Call) -> Reply:
+        with self._request(call) as held:
+            body = _validated(StoreBody, await self.read_body(call, held))
+            if self.store_in is None:
+                raise SessionRefusal(Refusal.NO_STORE, "this server was started without --store")
+            _check_key(body.key, held.session)
+            as_asked = (body.key, body.pick)
+            if held.store_as not in (None, as_asked):
+                raise SessionRefusal(
+                    Refusal.CONFLICT, f"session is stored as {held.store_as[0]}, pick {held.store_as[1]}"
+                )
+            if held.stored is None:
+                held.store_as = as_asked
+                held.session.seal()
+                write = (self.store_in, snapshot(held.session), *as_asked)
+                try:
+                    held.stored = await asyncio.get_running_loop().run_in_executor(self.threads, _write, *write)
+                except (SessionRefusal, StoreUnavailable):
+                    held.store_as = None
+                    raise
+                self.stored += 1
+            return Reply(orjson.dumps(held.stored.to_wire()))
+
+    async def delete(self, call: Call) -> Reply:
+        self.registry.delete(call.session_id)
+        return Reply(status=204)
+
+    async def drain(self, call: Call) -> Reply:
+        self.start_drain()
+        return Reply(orjson.dumps({"status": "draining", "unfinished": self.registry.unfinished}))
+
+    def start_drain(self) -> None:
+        """No new sessions from now on; `drained` turns true when the others are done, or after `drain_s`."""
+        if not self.registry.draining:
+            log.info("draining for at most %g s, %d sessions unfinished", self.drain_s, self.registry.unfinished)
+            self.registry.draining = True
+            self.drain_until_s = time.monotonic() + self.drain_s
+
+    @property
+    def drained(self) -> bool:
+        if self.drain_until_s is None:
+            return False
+        return self.registry.unfinished == 0 or time.monotonic() >= self.drain_until_s
+
+    async def health(self, call: Call) -> Reply:
+        registry, routing = self.registry, self.registry.routing
+        told = {
+            "status": "draining" if registry.draining else "ok",
+            "service": "sessions",
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "family": self.template.family,
+            "upstream": self.upstream.url,
+            "store": f"{self.store_in.endpoint_url}/{self.store_in.bucket}" if self.store_in else None,
+            "routing": [routing.layers, routing.top_k, routing.experts] if routing else None,
+            "sessions": len(registry),
+            "created": registry.created,
+            "evicted_idle": registry.evicted_idle,
+            "evicted_for_room": registry.evicted_for_room,
+            "in_flight": registry.in_flight,
+            "held_bytes": registry.total_bytes,
+            "turns": self.turns,
+            "stored": self.stored,
+            "disconnects": self.disconnects,
+            "refused": dict(self.refused),
+        }
+        return Reply(orjson.dumps(told))
+
+    async def document(self, call: Call) -> Reply:
+        return Reply(orjson.dumps(document()))
+
+    async def page(self, call: Call) -> Reply:
+        return Reply(page(document()).encode(), media=b"text/html; charset=utf-8")
+
+
+class _Gone(Exception):
+    """The client went away."""
+
+
+@dataclass(frozen=True)
+class _Route:
+    """One endpoint as an ASGI app: authorises, answers, and turns refusals into replies."""
+
+    endpoint: Endpoint
+    service: Service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive)
+        try:
+            if self.endpoint.bearer:
+                self.service.authorise(call)
+            reply = await getattr(self.service, self.endpoint.name)(call)
+        except SessionRefusal as error:
+            if error.status >= 500:
+                log.warning("%s: %s", error.code, error)
+            reply = self.refusal(error)
+        except BadInput as error:
+            reply = self.refusal(SessionRefusal(Refusal.BAD_BODY, str(error)))
+        except StoreUnavailable as error:
+            log.warning("%s", error)
+            reply = self.refusal(SessionRefusal(Refusal.STORE_UNAVAILABLE, str(error)))
+        except _Gone:
+            self.service.disconnects += 1
+            reply = Reply(status=CLIENT_GONE)
+        headers = [(b"content-type", reply.media), (b"content-length", b"%d" % len(reply.body)), *reply.headers]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.body})
+
+    def refusal(self, error: SessionRefusal) -> Reply:
+        self.service.refused[str(error.code)] += 1
+        shape = anthropic.error_body if "/v1/messages" in self.endpoint.path else wire.error_body
+        headers: tuple[tuple[bytes, bytes], ...] = () if error.retry else ((b"x-should-retry", b"false"),)
+        if error.code in (Refusal.DRAINING, Refusal.TOO_MANY):
+            headers += ((b"retry-after", b"1"),)
+        return Reply(shape(str(error.code), str(error), error.status), error.status, headers=headers)
+
+
+def create_app(service: Service) -> Starlette:
+    """The routes over one service; the server and tests both use it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> Any:
+        evictor = asyncio.create_task(_evict_forever(service.registry))
+        yield
+        evictor.cancel()
+        await service.upstream.aclose()
+        service.threads.shutdown(wait=False)
+
+    def answer(code: str, message: str, status: int) -> Response:
+        service.refused[code] += 1
+        return Response(wire.error_body(code, message, status), status, media_type="application/json")
+
+    async def no_route(request: HttpRequest, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        code = Refusal.METHOD if status == 405 else Refusal.NOT_FOUND
+        return answer(str(code), f"{request.method} {request.url.path[:80]}: no such endpoint; see /docs", status)
+
+    async def broken(_request: HttpRequest, _error: Exception) -> Response:
+        return answer("internal_error", "this server has a bug: its log has the traceback", 500)
+
+    routes = [Route(e.path, _Route(e, service), methods=[e.method], name=e.name) for e in ENDPOINTS]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: no_route, 500: broken})
+    app.router.redirect_slashes = False
+    return app
+
+
+def _validated(kind: type[_Model], data: bytes) -> _Model:
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])[:200] or "body"
+        raise wire.refuse(f"{where}: {first['msg'][:200]} (of {error.error_count()})") from None
+
+
+def _read(session: Session, asked: AgentRequest) -> Request:
+    return session.read(asked.raws, asked.tools_raw, asked.parse, asked.parse_tools)
+
+
+def _over(problem: str) -> SessionRefusal:
+    return SessionRefusal(Refusal.OVER_BUDGET, problem)
+
+
+def _check_key(key: str, session: Session) -> None:
+    """Only the place the layout gives this attempt's samples: a token holder cannot overwrite or plant anything."""
+    found = _KEY.fullmatch(key)
+    attempt_id = session.spec.attempt_id
+    if not found or key != merged_key(found[1], int(found[2]), int(found[3]), attempt_id):
+        raise wire.refuse(
+            f"key {key[:200]!r} is not RUN/steps/STEP/merged/WAVE/{attempt_id}.msgpack, the place of this attempt"
+        )
+
+
+def _write(store: ObjectStore, held: SessionSnapshot, key: str, pick: Pick) -> SampleRef:
+    """Merge and write once; an object that is there already must be this very one."""
+    samples = merge(held, pick)
+    data = encode_samples(samples)
+    if not store.put_once(key, data) and store.get(key) != data:
+        raise SessionRefusal(Refusal.CONFLICT, f"object {key} exists and holds something else")
+    digest = hashlib.sha256(data).hexdigest()
+    return SampleRef(key, digest, len(data), tuple(LeafCounts.of(sample) for sample in samples))
+
+
+def _encode(held: SessionSnapshot, pick: Pick, as_json: bool) -> bytes:
+    samples = merge(held, pick)
+    if not as_json:
+        return encode_samples(samples)
+    return orjson.dumps({"samples": [sample.to_wire() for sample in samples]}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _row(held: Held, now_s: float) -> dict[str, Any]:
+    session = held.session
+    told = session.describe()
+    return {
+        "session_id": session.session_id,
+        "attempt_id": session.spec.attempt_id,
+        "mode": session.spec.mode,
+        "turns": len(told["turns"]),
+        "tokens": told["tokens"],
+        "sampled_tokens": told["sampled_tokens"],
+        "held_bytes": session.held_bytes,
+        "in_flight": held.in_flight,
+        "idle_s": round(now_s - held.last_used_s, 1),
+        "sealed": told["sealed"],
+        "stored": held.stored.key if held.stored else None,
+    }
+
+
+async def _evict_forever(registry: Registry) -> None:
+    while True:
+        await asyncio.sleep(min(_EVICT_EVERY_S, registry.limits.idle_ttl_s / 2))
+        gone = registry.evict_idle()
+        if gone:
+            log.info("evicted %d idle sessions", gone)
