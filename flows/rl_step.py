@@ -1,6 +1,6 @@
 """One RL step.
 
-Sample groups, ready the engines, launch sandbox waves that roll out agents, collect their merged samples, filter,
+Sample groups, ready the engines, launch sandbox waves that roll out agents, collect their records, filter,
 train, push the new weights, checkpoint, report. Every task leaves its result in the object store and is safe to run
 twice: a step that was killed anywhere is finished by starting it again.
 """

@@ -17,7 +17,7 @@ from tasks.durable import RULES, Job, Produced, once
 
 @task(name="filter_groups", **RULES)
 def filter_groups(config: RunConfig, step: int, weight_version: str) -> Manifest:
-    """Write `filter.msgpack`: kept samples with advantages, and the reason of every other attempt."""
+    """Write `filter.msgpack`: references to kept samples with advantages, and every attempt's reason."""
     return once(config, step, "filter_groups", lambda job: _filter(job, weight_version))
 
 

@@ -35,6 +35,14 @@ def context_counts(ledger: StepLedger) -> dict[str, int]:
     return _summed((row.context for row in ledger.attempts), (Bucket.PROMPT, Bucket.OBSERVATION))
 
 
+def forward_counts(ledger: StepLedger) -> dict[str, int]:
+    """What the engines did for the step's attempts, by `FORWARD_COUNTS`, zero counts left out."""
+    total: Counter[str] = Counter()
+    for row in ledger.attempts:
+        total.update(row.forwards)
+    return dict(total)
+
+
 def sampled_tokens(ledger: StepLedger) -> int:
     return sum(row.sampled_tokens for row in ledger.attempts)
 
@@ -120,6 +128,7 @@ def attempt_bars(ledger: StepLedger) -> dict[str, int]:
 
 def step_json(ledger: StepLedger) -> dict[str, Any]:
     """One entry of `rl360 ledger RUN --json`: all that tables, pictures and pages need, in a few KB."""
+    forwards = forward_counts(ledger)
     return {
         "step": ledger.step,
         "attempts": len(ledger.attempts),
@@ -129,6 +138,9 @@ def step_json(ledger: StepLedger) -> dict[str, Any]:
         "sampled_tokens": sampled_tokens(ledger),
         "tokens": token_counts(ledger),
         "context_tokens": context_counts(ledger),
+        "forwards": forwards,
+        "cache_share": _share(forwards.get("cached_tokens", 0), forwards.get("prompt_tokens", 0)),
+        "decode_row_share": _share(forwards.get("decode_rows", 0), forwards.get("routing_rows", 0)),
         "status": ledger.train.status,
         "trained_samples": ledger.train.trained_samples,
         "loss_weight_sum": ledger.train.loss_weight_sum,

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rl360.sessions.sample import AttemptRecord, LeafCounts
 
 LEDGER_SCHEMA = 2
+# Ids sent with an attempt's turns and those of them the engine held in its cache; rows of routed experts, those of them
+# that a decode step wrote, and those whose cache a later forward had to rebuild.
+FORWARD_COUNTS = ("prompt_tokens", "cached_tokens", "routing_rows", "decode_rows", "reprefilled_rows")
 # What the agent was told the engine had sampled for it (the usage of each reply, summed).
 AGENT_TOKENS = "completion_tokens"
 # The trainer's status for a batch whose loss or gradient was not finite: no optimizer step was taken.
@@ -33,6 +36,7 @@ class AttemptRow:
     leaves: why each of its samples trained or not, in order; empty when the session could not be merged.
     tokens: sampled tokens by bucket, sums to `sampled_tokens`; context: ids under no loss mask, by prompt (before a
     sample's first trained id) and observation (after it).
+    forwards: what the engine did for it, by `FORWARD_COUNTS`, zero counts left out.
     token_weight: the loss weight of each of its trained tokens (1 / trained tokens of the step), None when it trains
     nothing; `loss_weight` is their sum. agent_tokens: what the engine's replies to the agent added up to, None when
     the attempt reported none.
@@ -51,6 +55,7 @@ class AttemptRow:
     sampled_tokens: int
     tokens: dict[Bucket, int]
     context: dict[Bucket, int]
+    forwards: dict[str, int]
     agent_tokens: int | None
     token_weight: float | None
     loss_weight: float
@@ -259,6 +264,7 @@ def _row(record: AttemptRecord, decision: Decision, weight: float) -> AttemptRow
         sampled_tokens=record.sampled_tokens,
         tokens=dict(decision.tokens),
         context=_context_tokens(leaves),
+        forwards={name: count for name in FORWARD_COUNTS if (count := sum(getattr(leaf, name) for leaf in leaves))},
         agent_tokens=None if reported is None else int(reported),
         token_weight=weight if trained else None,
         loss_weight=trained * weight,

@@ -10,6 +10,7 @@ import numpy as np
 from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
 from rl360.objective.filters import TrainRow
+from rl360.sessions.routing import RowForward
 from rl360.sessions.sample import (
     AttemptRecord,
     LeafCounts,
@@ -38,6 +39,9 @@ def sample_of(
     version: str = "run:0",
     truncated: bool = False,
     differs: int = 0,
+    sent: int = 0,
+    cached: int = 0,
+    routed: bool = False,
     leaf: int = 0,
     seed: int = 0,
 ) -> MergedSample:
@@ -49,6 +53,7 @@ def sample_of(
     spans = [(prompt, prompt + first, version)] if first else []
     if trained - first:
         spans.append((prompt + first + observed, len(mask), version))
+    forward = np.where(mask[:-1] == 1, RowForward.DECODE, RowForward.PREFILL).astype(np.uint8)
     return MergedSample(
         attempt_id=attempt_id,
         group_id=group_id,
@@ -65,6 +70,10 @@ def sample_of(
         duplicate_tokens=duplicate,
         truncated=truncated,
         sampling_differs=differs,
+        routing_pieces=(np.zeros((len(mask) - 1, 2, 2), np.uint8),) if routed else (),
+        row_forward=forward if routed else None,
+        prompt_tokens=sent,
+        cached_tokens=cached,
         turns=2,
     ).check(attempt_id)
 

@@ -72,6 +72,18 @@ def test_counts_sum_to_what_was_sampled_and_attempted() -> None:
     }
 
 
+def test_what_the_engines_did_is_summed_over_samples_and_attempts() -> None:
+    leaves = [{"sent": 40, "cached": 10}, {"sent": 60}]
+    ledger = ledger_of([attempt(0, 0, 1.0, leaves=leaves), attempt(0, 1, None, sent=100, cached=90)])
+    assert ledger.attempts[0].forwards == {"prompt_tokens": 100, "cached_tokens": 10}
+    step = metrics.step_json(ledger)
+    assert step["forwards"] == {"prompt_tokens": 200, "cached_tokens": 100}
+    assert (step["cache_share"], step["decode_row_share"]) == (0.5, None)
+    step = metrics.step_json(ledger_of([attempt(0, 0, 1.0, routed=True), attempt(0, 1, 0.0)]))
+    assert step["forwards"] == {"routing_rows": 12, "decode_rows": 5}
+    assert step["decode_row_share"] == 5 / 12
+
+
 def test_losses_by_cause() -> None:
     assert metrics.losses_by_cause(LEDGER) == [
         {"cause": "agent_timeout", "attempts": 1, "seconds": pytest.approx(2.7), "sampled_tokens": 6},
