@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from rl360.errors import BadInput
-from rl360.sessions.messages import Message, Tool, parse_tools
+from rl360.sessions.messages import Message, Tool, ToolCall, parse_tools
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 # a Unicode noncharacter splits added tokens inside message text while Jinja runs; `0` keeps one that was there before
@@ -54,6 +54,11 @@ class ParsedTurn:
     tool_calls: tuple[ParsedCall, ...]
     format_errors: int
     reasoning: str | None = None
+
+    def message(self, call_id: str = "call") -> Message:
+        """The turn as a message; its calls are `call_id`_0, `call_id`_1, ..."""
+        calls = [ToolCall.make(f"{call_id}_{i}", call.name, call.arguments) for i, call in enumerate(self.tool_calls)]
+        return Message("assistant", self.content, tuple(calls), reasoning=self.reasoning)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import orjson
 from rl360.errors import ServiceError
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.families.check import TOOLS
-from rl360.sessions.messages import Message, ToolCall
+from rl360.sessions.messages import Message
 
 _OPENING = (Message("system", "Use the tools."), Message("user", "List the files, then say done."))
 _PLAIN = "Files: a.txt, naïve 漢字 🙂\r\n\tdone  (3 of 10)"
@@ -83,7 +83,8 @@ class _Engine:
 
 def check_engine(template: ChatTemplate, url: str, deadline_s: float = 120.0, max_new_tokens: int = 64) -> list[Row]:
     """Ask the engine at `url`; every row that is false names what was seen."""
-    with httpx.Client(timeout=httpx.Timeout(deadline_s, connect=5.0)) as http:
+    timeout = httpx.Timeout(deadline_s, connect=5.0)
+    with httpx.Client(timeout=timeout, verify=url.startswith("https"), trust_env=False) as http:
         engine = _Engine(url, http)
         status, info = engine.ask("GET", "/model_info")
         if status != 200 or not isinstance(info, dict):
@@ -157,11 +158,8 @@ def _turn_row(name: str, template: ChatTemplate, turn: _Answer, thinking: bool) 
     if problem is not None:
         return Row(name, False, problem)
     parsed = template.parse_assistant(turn.ids, TOOLS, thinking)
-    calls = tuple(ToolCall.make("", call.name, call.arguments) for call in parsed.tool_calls)
-    said = Message("assistant", parsed.content, calls, reasoning=parsed.reasoning)
-    same = (
-        not parsed.format_errors
-        and template.render_reply(said, thinking).tolist()[:-1] == turn.ids[: len(turn.ids) - len(stops)]
-    )
-    detail = f"{len(turn.ids)} ids, {turn.reason}, {len(calls)} calls, {parsed.format_errors} format errors"
+    own = template.render_reply(parsed.message(), thinking).tolist()[:-1]
+    same = own == turn.ids[: len(turn.ids) - len(stops)]
+    calls = len(parsed.tool_calls)
+    detail = f"{len(turn.ids)} ids, {turn.reason}, {calls} calls, {parsed.format_errors} format errors"
     return Row(name, True, f"{detail}, {'in' if same else 'not in'} the template's own spelling")

@@ -71,7 +71,7 @@ def _recognise(folder: Path, config: dict[str, Any], tokens: set[str]) -> Family
     for family in FAMILIES.values():
         if stock is not None and stock.strip() == family.template_text().strip():
             return family
-    claimed = re.match(r"\{#-? family: ([\w.-]+)", stock or "")
+    claimed = re.match(r"\{#-? family: ([\w-]+)", stock or "")
     if claimed:
         raise BadInput(
             f"{folder / TEMPLATE_FILE} names family {claimed[1]} and is not a template of this rl360; copy one of "
