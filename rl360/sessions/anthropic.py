@@ -12,6 +12,7 @@ import orjson
 
 from rl360.sessions.core import Session
 from rl360.sessions.messages import Message, Tool, openai_message, parse_tools
+from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.turns import Turn
 from rl360.sessions.wire import AgentRequest, named_params, read_model, read_stream, refuse, reply_id, require, split
 
@@ -39,6 +40,8 @@ def read_messages(data: bytes) -> AgentRequest:
     if isinstance(choice, dict) and choice.get("type") == "auto":
         fields["tool_choice"] = None  # {"type": "auto", "disable_parallel_tool_use": ...}
     require(fields, "tool_choice", (None,), 'the policy decides; use {"type": "auto"}')
+    if fields.get("thread") is not None:
+        raise SessionRefusal(Refusal.THREADS, "thread is not supported: send the whole history every time")
     if fields.get("system") not in (None, "", []):
         system = {"role": "system", "content": _text(fields["system"], "system")}
         raws = [orjson.dumps(system), *raws]
@@ -62,9 +65,8 @@ def _tools(raw: Any) -> tuple[Tool, ...]:
     for i, tool in enumerate(raw or []):
         if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
             raise refuse(f"tools[{i}] is not a tool of the client's; use {{name, description, input_schema}}")
-        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        if tool.get("description") is not None:
-            function["description"] = tool["description"]
+        described = {"description": tool["description"]} if tool.get("description") is not None else {}
+        function = {"name": tool.get("name"), **described, "parameters": tool.get("input_schema")}
         functions.append({"type": "function", "function": function})
     return parse_tools(functions)
 
@@ -217,4 +219,7 @@ def message_sse(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
 def error_body(code: str, message: str, status: int) -> bytes:
     """`{"type": "error", "error": {type, message}}`, as the Anthropic clients read it; `code` is rl360's own."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return orjson.dumps({"type": "error", "error": {"type": kind, "message": message, "code": code}})
+    error: dict[str, Any] = {"type": kind, "message": message, "code": code}
+    if code == Refusal.THREADS:  # told so, the library's agent loop goes on without a thread
+        error["details"] = {"error_code": code, "unsupported": ["thread"]}
+    return orjson.dumps({"type": "error", "error": error})

@@ -166,6 +166,7 @@ class AnthropicErrorDetail(_Body):
     type: str
     message: str
     code: str
+    details: dict[str, Any] | None = Field(None, description="of thread_unsupported_request: what a client looks for")
 
 
 class AnthropicError(_Body):

@@ -20,6 +20,7 @@ from rl360.sessions.refusals import HTTP_STATUS, Refusal
 _TURN = (
     *(Refusal.BAD_BODY, Refusal.PARAMS, Refusal.BAD_HISTORY, Refusal.TOOLS_CHANGED, Refusal.NOT_FOUND),
     *(Refusal.CUT_TURN, Refusal.LOST_RACE, Refusal.SEALED, Refusal.LENGTH, Refusal.OVER_BUDGET, Refusal.SLOW_BODY),
+    Refusal.TOO_MANY,
     *(Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION, Refusal.BAD_ROUTING),
 )
 _BODY = (Refusal.BAD_BODY, Refusal.OVER_BUDGET, Refusal.SLOW_BODY)
@@ -73,7 +74,7 @@ ENDPOINTS = (
         bearer=False,
         body=bodies.MessagesBody,
         reply=bodies.MessagesReply,
-        refusals=_TURN,
+        refusals=(*_TURN, Refusal.THREADS),
         error=bodies.AnthropicError,
     ),
     Endpoint(

@@ -16,6 +16,7 @@ class Refusal(StrEnum):
 
     BAD_BODY = "bad_body"
     PARAMS = "sampling_params"
+    THREADS = "thread_unsupported_request"
     BAD_HISTORY = "bad_history"
     TOOLS_CHANGED = "tools_changed"
     UNAUTHORIZED = "unauthorized"
@@ -42,6 +43,7 @@ class Refusal(StrEnum):
 HTTP_STATUS: dict[Refusal, int] = {
     Refusal.BAD_BODY: 400,
     Refusal.PARAMS: 400,
+    Refusal.THREADS: 400,
     Refusal.BAD_HISTORY: 400,
     Refusal.TOOLS_CHANGED: 400,
     Refusal.UNAUTHORIZED: 401,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -96,44 +94,6 @@ def test_the_agent_is_told_no_ids_and_no_logprobs(bench: Bench) -> None:
     assert reply["choices"][0]["logprobs"] is None
     text = orjson.dumps(reply).decode()
     assert session_id not in text and "_ids" not in text and "-0.5" not in text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_stock_openai_client_works_unchanged(bench: Bench, stream: bool) -> None:
-    session_id, base_url = bench.create()
-    bench.engine.script = lambda body: engine_reply(body, "Look: " + call_turn("ls")[:-10] + call_turn("pwd"))
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
-        if stream:
-            with client.chat.completions.stream(
-                model="policy", messages=MESSAGES, tools=[BASH_SCHEMA], stream_options={"include_usage": True}
-            ) as events:
-                reply = events.get_final_completion()
-        else:
-            reply = client.chat.completions.create(model="policy", messages=MESSAGES, tools=[BASH_SCHEMA])
-        choice = reply.choices[0]
-        assert choice.finish_reason == "tool_calls"
-        assert choice.message.content == "Look: "
-        calls = choice.message.tool_calls
-        assert [(c.function.name, c.function.arguments) for c in calls] == [
-            ("bash", '{"command":"ls"}'),
-            ("bash", '{"command":"pwd"}'),
-        ]
-        assert reply.usage is not None and reply.usage.prompt_tokens == len(bench.engine.bodies[-1]["input_ids"])
-        # what the client library itself sends back continues the session, null fields included
-        echoed = orjson.loads(choice.message.model_dump_json(exclude={"parsed"}))
-        for call in echoed["tool_calls"]:
-            call["function"].pop("parsed_arguments", None)
-        results = [{"role": "tool", "tool_call_id": c.id, "content": "x"} for c in calls]
-        bench.engine.script = engine_reply
-        last = client.chat.completions.create(
-            model="policy", messages=[*MESSAGES, echoed, *results], tools=[BASH_SCHEMA], stream=stream
-        )
-        content = "".join(c.choices[0].delta.content or "" for c in last) if stream else last.choices[0].message.content
-        assert content == "done"
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="policy", messages=MESSAGES[:1], tools=[BASH_SCHEMA])
-        assert caught.value.code == "bad_body"
-    assert merge(snapshot(bench.service.registry.get(session_id).session))[0].turns == 2
 
 
 def test_a_stream_carries_usage_only_when_asked(bench: Bench) -> None:
@@ -287,88 +247,6 @@ def test_budgets(bench: Bench) -> None:
     assert full.headers["x-should-retry"] == "false"
     assert bench.get(f"/sessions/{small}/merged").json()["error"]["code"] == "cannot_merge"
     assert bench.get(f"/sessions/{small}/merged").status_code == 422
-
-
-def _meta(**changes: Any) -> Any:
-    def answer(body: dict[str, Any]) -> dict[str, Any]:
-        reply = engine_reply(body)
-        reply["meta_info"].update(changes)
-        return reply
-
-    return answer
-
-
-def _top(**changes: Any) -> Any:
-    return lambda body: {**engine_reply(body), **changes}
-
-
-BAD_REPLIES: dict[str, Any] = {
-    "status 400": lambda body: (400, b'{"error": "no"}'),
-    "status 500": lambda body: (500, b""),
-    "status 503": lambda body: (503, b"no worker"),
-    "not json": lambda body: (200, b"{"),
-    "a list": lambda body: [1],
-    "no meta": lambda body: {"output_ids": [2]},
-    "abort": _meta(finish_reason={"type": "abort", "message": "gone"}),
-    "no reason": _meta(finish_reason=None),
-    "other prompt": _top(prompt_token_ids=[1, 2]),
-    "no prompt ids": _top(prompt_token_ids=None),
-    "no ids": _top(output_ids=[]),
-    "one id more": _top(output_ids=[9, 9, 9, 9, 9, 9, 9, 2]),
-    "ids of strings": _top(output_ids="ab"),
-    "no logprobs": _meta(output_token_logprobs=None),
-    "odd logprobs": _meta(output_token_logprobs=[[None, 2, None]]),
-    "logprobs of other ids": lambda body: {
-        **engine_reply(body),
-        "output_ids": engine_reply(body, "dead<|im_end|>")["output_ids"],
-    },
-    "no versions": _meta(weight_versions=None, weight_version=None),
-    "odd versions": _meta(weight_versions=[{"version": "run:0"}]),
-    "versions of no list": _meta(weight_versions=7),
-    "versions with a hole": _meta(weight_versions=[{"version": "run:0", "start": 0, "end": 1}]),
-    "another version": _meta(weight_versions=None, weight_version="run:1"),
-    "not ended": lambda body: engine_reply(body, "done"),
-    "cut at the end": lambda body: engine_reply(body, finish="length"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_REPLIES)
-def test_bad_upstream_replies_record_nothing(bench: Bench, name: str) -> None:
-    session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"bad-{name}")
-    session = bench.service.registry.get(session_id).session
-    before = state_of(session)
-    bench.engine.script = BAD_REPLIES[name]
-    reply = bench.chat(session_id, CHAT)
-    code = {"another version": "wrong_version", "status 503": "no_engine"}.get(name, "bad_upstream")
-    assert (reply.status_code, reply.json()["error"]["code"]) == (502, code), reply.text
-    assert state_of(session) == before
-    bench.engine.script = engine_reply
-    assert bench.chat(session_id, CHAT).status_code == 200
-
-
-def test_a_late_engine_is_given_up_and_recorded_nowhere() -> None:
-    with session_bench(deadline_s=0.3) as bench:
-        session_id, _ = bench.create()
-        bench.engine.gate.clear()
-        reply = bench.chat(session_id, CHAT)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_upstream")
-        assert "within 0.3 s" in reply.json()["error"]["message"]
-        assert bench.service.registry.get(session_id).session.epoch == 0
-
-
-def test_a_refused_connection_is_tried_again_and_then_502() -> None:
-    with session_bench() as bench, socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        bench.service.upstream.url = f"http://127.0.0.1:{taken.getsockname()[1]}/generate"
-        session_id, _ = bench.create()
-        reply = bench.chat(session_id, CHAT)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "no_engine")
-        assert "refused 3 connections" in reply.json()["error"]["message"]
-        assert reply.headers.get("x-should-retry") is None
-        threading.Timer(0.15, taken.listen).start()  # from now on it accepts, and never answers: no second send
-        bench.service.upstream._deadline_s = 1.0
-        late = bench.chat(session_id, CHAT)
-        assert "within 1 s" in late.json()["error"]["message"]
 
 
 def test_of_racing_requests_exactly_one_is_recorded(bench: Bench) -> None:

@@ -1,0 +1,335 @@
+"""What engines and gateways do wrong, late or in their own way, over real HTTP: none of it changes a session unless it
+was taken as a whole."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+import pybase64
+import pytest
+
+from rl360.errors import BadInput
+from rl360.sessions.merge import Pick, merge, snapshot
+from rl360.sessions.upstream import Upstream
+from tests.unit.sessions_data import BASH_SCHEMA, SHAPE, encode_turn, rows_of, state_of
+from tests.unit.sessions_server import Bench, engine_reply, session_bench
+
+MESSAGES = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
+CHAT = {"model": "policy", "messages": MESSAGES, "tools": [BASH_SCHEMA]}
+
+
+@pytest.fixture(scope="module")
+def _plain() -> Iterator[Bench]:
+    with session_bench() as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def _routed() -> Iterator[Bench]:
+    with session_bench(routing=SHAPE) as bench:
+        yield bench
+
+
+def _fresh(bench: Bench) -> Bench:
+    bench.engine.script = engine_reply
+    bench.engine.headers = {}
+    bench.engine.bodies.clear()
+    return bench
+
+
+@pytest.fixture
+def bench(_plain: Bench) -> Bench:
+    return _fresh(_plain)
+
+
+@pytest.fixture
+def moe(_routed: Bench) -> Bench:
+    return _fresh(_routed)
+
+
+def _meta(**changes: Any) -> Any:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        reply = engine_reply(body)
+        reply["meta_info"].update(changes)
+        return reply
+
+    return answer
+
+
+def _top(**changes: Any) -> Any:
+    return lambda body: {**engine_reply(body), **changes}
+
+
+def _rows(change: Any) -> Any:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        reply = engine_reply(body)
+        reply["meta_info"]["output_token_logprobs"] = change(reply["meta_info"]["output_token_logprobs"])
+        return reply
+
+    return answer
+
+
+def _retokenised(body: dict[str, Any]) -> dict[str, Any]:
+    """The last two characters of the prompt as bytes of their own: the same text, other ids."""
+    ids = body["input_ids"]
+    return {**engine_reply(body), "prompt_token_ids": [*ids[:-1], *encode_turn("a"), ids[-1]]}
+
+
+BAD_REPLIES: dict[str, Any] = {
+    "status 400": lambda body: (400, b'{"error": "no"}'),
+    "status 500": lambda body: (500, b""),
+    "status 503": lambda body: (503, b"no worker"),
+    "redirect": lambda body: (307, b""),
+    "not json": lambda body: (200, b"{"),
+    "not utf-8": lambda body: (200, orjson.dumps(engine_reply(body)).replace(b"run:0", b"run\xff")),
+    "deep": lambda body: (200, b'{"meta_info":' + b"[" * 5000 + b"]" * 5000 + b"}"),
+    "a list": lambda body: [1],
+    "no meta": lambda body: {"output_ids": [2]},
+    "abort": _meta(finish_reason={"type": "abort", "message": "gone"}),
+    "no reason": _meta(finish_reason=None),
+    "re-tokenised prompt": _retokenised,
+    "other prompt": _top(prompt_token_ids=[1, 2]),
+    "prompt as floats": lambda body: {**engine_reply(body), "prompt_token_ids": [float(i) for i in body["input_ids"]]},
+    "no prompt ids": _top(prompt_token_ids=None),
+    "prompt in the text only": lambda body: {
+        **engine_reply(body),
+        "text": f'"prompt_token_ids":{orjson.dumps(body["input_ids"]).decode()}',
+        "prompt_token_ids": [1],
+    },
+    "no ids": _top(output_ids=[]),
+    "null ids": _top(output_ids=None),
+    "one id more": _top(output_ids=[9, 9, 9, 9, 9, 9, 9, 2]),
+    "ids of strings": _top(output_ids="ab"),
+    "ids of 40 bits": lambda body: {
+        **_rows(lambda rows: [[-1.0, 1 << 40, None], *rows[1:]])(body),
+        "output_ids": [1 << 40, *engine_reply(body)["output_ids"][1:]],
+    },
+    "no logprobs": _meta(output_token_logprobs=None),
+    "fewer logprobs": _rows(lambda rows: rows[:-1]),
+    "more logprobs": _rows(lambda rows: [*rows, [-1.0, 2, None]]),
+    "a null logprob": _rows(lambda rows: [[None, rows[0][1], None], *rows[1:]]),
+    "a positive logprob": _rows(lambda rows: [[0.5, rows[0][1], None], *rows[1:]]),
+    "odd logprobs": _meta(output_token_logprobs=[[None, 2, None]]),
+    "logprobs of other ids": lambda body: {
+        **engine_reply(body),
+        "output_ids": engine_reply(body, "dead<|im_end|>")["output_ids"],
+    },
+    "no versions": _meta(weight_versions=None, weight_version=None),
+    "odd versions": _meta(weight_versions=[{"version": "run:0"}]),
+    "versions of no list": _meta(weight_versions=7),
+    "versions with a hole": _meta(weight_versions=[{"version": "run:0", "start": 0, "end": 1}]),
+    "another version": _meta(weight_versions=None, weight_version="run:1"),
+    "other versions than it started with": _meta(
+        weight_versions=[{"version": "run:0", "start": 0, "end": 1}, {"version": "run:1", "start": 1, "end": 3}]
+    ),
+    "a generation twice": lambda body: engine_reply(body, "done<|im_end|>done<|im_end|>"),
+    "not ended": lambda body: engine_reply(body, "done"),
+    "cut at the end": lambda body: engine_reply(body, finish="length"),
+    "more than asked": lambda body: engine_reply(body, "a" * 60 + "<|im_end|>"),
+    "a flood": lambda body: (200, b" " * (2 << 20)),
+}
+CODES = {
+    "another version": "wrong_version",
+    "other versions than it started with": "wrong_version",
+    "status 503": "no_engine",
+}
+
+
+@pytest.mark.parametrize("name", BAD_REPLIES)
+def test_a_reply_that_is_not_exactly_what_was_asked_records_nothing(bench: Bench, name: str) -> None:
+    session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"bad-{name}")
+    session = bench.service.registry.get(session_id).session
+    for _ in range(2):  # before the first turn, and after it
+        before = state_of(session)
+        bench.engine.script = BAD_REPLIES[name]
+        reply = bench.chat(session_id, CHAT)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (502, CODES.get(name, "bad_upstream")), reply.text
+        assert error["message"] and "\n" not in error["message"]
+        assert state_of(session) == before
+        bench.engine.script = engine_reply
+        assert bench.chat(session_id, CHAT).status_code == 200
+
+
+TAKEN: dict[str, Any] = {
+    "null text": _top(text=None),
+    "no text": lambda body: {key: value for key, value in engine_reply(body).items() if key != "text"},
+    "fields nobody knows": _top(new={"a": [1]}),
+    "spaces in its JSON": lambda body: (200, orjson.dumps(engine_reply(body), option=orjson.OPT_INDENT_2)),
+    "odd cached tokens": _meta(cached_tokens=None),
+    "more cached than sent": _meta(cached_tokens=1 << 20),
+    "no retractions field": _meta(num_retractions=None),
+    "routing that was not asked for": _meta(routed_experts="AAAA"),
+    "one version for all": _meta(weight_versions=None),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_habits_that_change_no_meaning_are_taken(bench: Bench, name: str) -> None:
+    session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"taken-{name}")
+    bench.engine.script = TAKEN[name]
+    reply = bench.chat(session_id, CHAT)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["message"]["content"] == "done"
+    assert 0 <= reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] <= 3
+
+
+def test_a_generation_that_the_gateway_sent_twice_is_one_turn(bench: Bench) -> None:
+    """SMG sends an in-flight request again when its worker dies: the reply is the second generation, and only that."""
+    session_id, _ = bench.create()
+    generated = []
+
+    def gateway(body: dict[str, Any]) -> dict[str, Any]:
+        generated.extend([engine_reply(body, "once<|im_end|>"), engine_reply(body, "twice<|im_end|>")])
+        return generated[-1]
+
+    bench.engine.script = gateway
+    assert bench.chat(session_id, CHAT).json()["choices"][0]["message"]["content"] == "twice"
+    (sample,) = merge(snapshot(bench.service.registry.get(session_id).session))
+    assert sample.sampled_tokens == int(sample.loss_mask.sum()) == len(encode_turn("twice<|im_end|>"))
+
+
+def test_versions_that_changed_while_sampling_are_kept_where_any_is_taken(bench: Bench) -> None:
+    session_id, _ = bench.create(expected_weight_version=None)
+    spans = [{"version": "run:0", "start": 0, "end": 1}, {"version": "run:1", "start": 1, "end": 3}]
+    bench.engine.script = _meta(weight_versions=spans, num_retractions=1)
+    bench.engine.headers = {"x-smg-routed-worker-id": "worker-7"}
+    assert bench.chat(session_id, CHAT).status_code == 200
+    (turn,) = bench.get(f"/sessions/{session_id}").json()["turns"]
+    assert (turn["weight_versions"], turn["retractions"], turn["worker"]) == (["run:0", "run:1"], 1, "worker-7")
+    (sample,) = merge(snapshot(bench.service.registry.get(session_id).session))
+    at = sample.loss_mask.argmax()
+    assert sample.version_spans == [(at, at + 1, "run:0"), (at + 1, at + 3, "run:1")]
+
+
+def routed_reply(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A reply with the rows of routed experts that were asked for."""
+    reply = engine_reply(body)
+    end = len(body["input_ids"]) + len(reply["output_ids"])
+    rows = rows_of(body["routed_experts_start_len"], end - 1).astype("<i4")
+    reply["meta_info"]["routed_experts"] = pybase64.b64encode(rows.tobytes()).decode()
+    reply["meta_info"].update(changes)
+    return reply
+
+
+def test_only_rows_that_are_not_held_are_asked_for(moe: Bench) -> None:
+    session_id, _ = moe.create()
+    moe.engine.script = routed_reply
+    message = moe.chat(session_id, CHAT).json()["choices"][0]["message"]
+    messages = [*MESSAGES, message, {"role": "user", "content": "more"}]
+    reply = moe.chat(session_id, {**CHAT, "messages": messages})
+    assert reply.status_code == 200, reply.text
+    assert "routed" not in reply.text
+    first, second = moe.engine.bodies
+    assert (first["return_routed_experts"], first["routed_experts_start_len"]) == (True, 0)
+    assert second["routed_experts_start_len"] == len(first["input_ids"]) + 3 - 1
+    (sample,) = merge(snapshot(moe.service.registry.get(session_id).session))
+    assert sample.routing is not None
+    assert np.array_equal(sample.routing, rows_of(0, len(sample.tokens) - 1))
+
+
+BAD_ROUTING: dict[str, Any] = {
+    "none": engine_reply,
+    "null": lambda body: routed_reply(body, routed_experts=None),
+    "a list": lambda body: routed_reply(body, routed_experts=[1]),
+    "not base64": lambda body: routed_reply(body, routed_experts="é" * 4),
+    "a row less": lambda body: routed_reply({**body, "routed_experts_start_len": body["routed_experts_start_len"] + 1}),
+    "all rows": lambda body: routed_reply({**body, "routed_experts_start_len": body["routed_experts_start_len"] - 1}),
+    "an expert that is none": lambda body: routed_reply(
+        body, routed_experts=routed_reply(body)["meta_info"]["routed_experts"].replace("AAAA", "////", 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROUTING)
+def test_rows_that_do_not_line_up_record_nothing(moe: Bench, name: str) -> None:
+    session_id, _ = moe.create()
+    session = moe.service.registry.get(session_id).session
+    moe.engine.script = routed_reply
+    message = moe.chat(session_id, CHAT).json()["choices"][0]["message"]
+    before = state_of(session)
+    moe.engine.script = BAD_ROUTING[name]
+    body = {**CHAT, "messages": [*MESSAGES, message, {"role": "user", "content": "more"}]}
+    reply = moe.chat(session_id, body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_routing"), reply.text
+    assert state_of(session) == before
+    moe.engine.script = routed_reply
+    assert moe.chat(session_id, body).status_code == 200
+
+
+def test_megabytes_of_routing_are_read_and_a_flood_is_not(moe: Bench) -> None:
+    session_id, _ = moe.create(max_seq_len=1 << 17)
+    moe.engine.script = routed_reply
+    long = {**CHAT, "messages": [{"role": "user", "content": "x y " * 20_000}]}
+    reply = moe.chat(session_id, long)
+    assert reply.status_code == 200, reply.text
+    (sample,) = merge(snapshot(moe.service.registry.get(session_id).session), Pick.ALL)
+    assert sample.routing is not None and len(sample.routing) == len(sample.tokens) - 1 > 40_000
+    before = state_of(moe.service.registry.get(session_id).session)
+    moe.engine.script = lambda body: routed_reply(body, routed_experts="A" * (16 << 20))
+    flooded = moe.chat(session_id, long)
+    assert (flooded.status_code, flooded.json()["error"]["code"]) == (502, "bad_upstream")
+    assert "the limit for this turn" in flooded.json()["error"]["message"]
+    assert state_of(moe.service.registry.get(session_id).session) == before
+
+
+def test_a_late_engine_is_given_up_and_recorded_nowhere() -> None:
+    with session_bench(deadline_s=0.3) as bench:
+        session_id, _ = bench.create()
+        bench.engine.gate.clear()
+        reply = bench.chat(session_id, CHAT)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_upstream")
+        assert "within 0.3 s" in reply.json()["error"]["message"]
+        assert bench.service.registry.get(session_id).session.epoch == 0
+
+
+def test_a_refused_connection_is_tried_again_and_then_502(bench: Bench) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        url, deadline_s = bench.service.upstream.url, bench.service.upstream._deadline_s
+        bench.service.upstream.url = f"http://127.0.0.1:{taken.getsockname()[1]}/generate"
+        try:
+            session_id, _ = bench.create()
+            reply = bench.chat(session_id, CHAT)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (502, "no_engine")
+            assert "refused 3 connections" in reply.json()["error"]["message"]
+            assert reply.headers.get("x-should-retry") is None
+            threading.Timer(0.15, taken.listen).start()  # from now on it accepts and never answers: no second send
+            bench.service.upstream._deadline_s = 1.0
+            late = bench.chat(session_id, CHAT)
+            assert "within 1 s" in late.json()["error"]["message"]
+        finally:
+            bench.service.upstream.url, bench.service.upstream._deadline_s = url, deadline_s
+
+
+def test_a_connection_cut_in_mid_reply_records_nothing(bench: Bench) -> None:
+    def half(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n{")
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        threading.Thread(target=half, args=(listener,), daemon=True).start()
+        url = bench.service.upstream.url
+        bench.service.upstream.url = f"http://127.0.0.1:{listener.getsockname()[1]}/generate"
+        try:
+            session_id, _ = bench.create()
+            reply = bench.chat(session_id, CHAT)
+        finally:
+            bench.service.upstream.url = url
+    assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_upstream")
+    assert bench.service.registry.get(session_id).session.epoch == 0
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:1", "ftp://x", "http://"])
+def test_an_address_that_is_none_is_refused_at_start(url: str) -> None:
+    with pytest.raises(BadInput, match="not an address"):
+        Upstream(url, 512, (2,), 1.0)
