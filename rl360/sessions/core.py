@@ -18,6 +18,7 @@ continues a turn that was cut by length.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ import orjson
 
 from rl360.errors import BadInput
 from rl360.sessions.families.base import ChatTemplate
-from rl360.sessions.history import MATCHERS, Match, Matcher, difference, history, locate, path
+from rl360.sessions.history import MATCHERS, Match, Matcher, Place, difference, history, locate, path
 from rl360.sessions.messages import Message, Tool, ToolCall, check_sequence, openai_message, parse_tools
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.routing import RoutingShape, check_rows
@@ -80,7 +81,7 @@ class Session:
         self.sealed = False
         self.turns: list[Turn] = []
         self._children: dict[int | None, list[Turn]] = {}
-        self._remembered: deque[Request] = deque(maxlen=1 if self.linear else _REMEMBERED)
+        self._remembered: deque[tuple[Request, Turn]] = deque(maxlen=1 if self.linear else _REMEMBERED)
         self._turn_bytes = 0
         self._raw_bytes = 0
         self.sampled_tokens = 0
@@ -118,7 +119,7 @@ class Session:
             messages += parse(_decode(raws[index], where), where)
             ends.append(len(messages))
         check_sequence(messages)
-        same_tools = next((held for held in self._remembered if held.tools_raw == tools_raw), None)
+        same_tools = next((held for held, _turn in self._remembered if held.tools_raw == tools_raw), None)
         if tools_raw is None:
             tools: tuple[Tool, ...] = ()
         elif same_tools is not None:
@@ -130,7 +131,7 @@ class Session:
     def _recall(self, raws: tuple[bytes, ...], parse: Parse) -> tuple[Request | None, int]:
         """The remembered request that shares most leading messages with `raws`, and how many."""
         best, most = None, 0
-        for held in self._remembered:
+        for held, _turn in self._remembered:
             if held.parse is not parse:
                 continue
             same = len(held.raws)
@@ -181,13 +182,7 @@ class Session:
 
     def _place(self, request: Request, head: Turn | None) -> tuple[Turn | None, Turn | None, tuple[Match, ...]]:
         """(base, repeats, loose matches) of a request that may be answered."""
-        if head is None:
-            roots = [turn for turn in self._children.get(None, ()) if turn.tools == request.tools]
-            place = locate(roots, self._children_of, request.messages, self._matcher)
-        else:
-            line = path(self.turns, head)
-            after = {turn.parent: (turn,) for turn in line}
-            place = locate(after[None], lambda turn: after.get(turn.index, ()), request.messages, self._matcher)
+        place = self._locate(request, head)
         base, repeats = place.base, place.repeats
         if repeats is not None:
             base = None if repeats.parent is None else self.turns[repeats.parent]
@@ -198,10 +193,7 @@ class Session:
         if base.cut:
             self.requests_after_cut += 1
             raise _cut(base)
-        wrong = next(
-            (i for i in range(base.request_end + 1, len(request.messages)) if not self._appends(request.messages[i])),
-            None,
-        )
+        wrong = self._not_appended(base, request.messages)
         if wrong is None:
             return base, None, place.loose
         if head is None:
@@ -214,11 +206,39 @@ class Session:
             f"messages[{wrong}] is a new {request.messages[wrong].role} message; after a reply send {roles} messages",
         )
 
+    def _locate(self, request: Request, head: Turn | None) -> Place:
+        """Where the request stands: looked for first where its bytes were seen last, then everywhere it may stand."""
+        messages = request.messages
+        seen = self._last_seen(request)
+        if seen is not None and head in (None, seen):
+            place = locate((seen,), self._children_of, messages, self._matcher)
+            base = place.base
+            # with only appended roles left there is no reply left to match: no turn lies deeper
+            if place.repeats or (base and not base.cut and self._not_appended(base, messages) is None):
+                return place
+        if head is None:
+            roots = [turn for turn in self._children.get(None, ()) if turn.tools == request.tools]
+            return locate(roots, self._children_of, messages, self._matcher)
+        after = {turn.parent: (turn,) for turn in path(self.turns, head)}
+        return locate(after[None], lambda turn: after.get(turn.index, ()), messages, self._matcher)
+
+    def _last_seen(self, request: Request) -> Turn | None:
+        """The turn with the longest remembered request that `request` begins with, object for object."""
+        messages, found = request.messages, None
+        for held, turn in self._remembered:
+            if len(held.messages) > len(messages) or (found and found.request_end >= turn.request_end):
+                continue
+            if turn.tools == request.tools and all(map(operator.is_, held.messages, messages)):
+                found = turn
+        return found
+
     def _children_of(self, turn: Turn) -> list[Turn]:
         return self._children.get(turn.index, [])
 
-    def _appends(self, message: Message) -> bool:
-        return message.role in self._template.appended_roles
+    def _not_appended(self, base: Turn, messages: Sequence[Message]) -> int | None:
+        """Index of the first message after the reply of `base` that cannot be rendered there; None when all can."""
+        roles = self._template.appended_roles
+        return next((i for i in range(base.request_end + 1, len(messages)) if messages[i].role not in roles), None)
 
     def _sampling(self, asked: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
         """The parameters to sample with, and the names of those that were asked for and are not the session's."""
@@ -397,8 +417,8 @@ class Session:
         self.turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn)
         if plan.request.raws:
-            self._remembered.appendleft(replace(plan.request, messages=plan.messages))
-            self._raw_bytes = sum(sum(map(len, request.raws)) for request in self._remembered)
+            self._remembered.appendleft((replace(plan.request, messages=plan.messages), turn))
+            self._raw_bytes = sum(sum(map(len, request.raws)) for request, _turn in self._remembered)
         self._turn_bytes += turn.held_bytes()
         self.sampled_tokens += turn.sampled
         self.epoch += 1

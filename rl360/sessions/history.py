@@ -88,7 +88,7 @@ def load_matcher(name: str) -> Matcher:
         raise BadInput(f"matcher {name!r} is none of {', '.join(MATCHERS)} and not of the form module:function")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise BadInput(f"matcher {name!r} cannot be imported: {error}") from None
     if not callable(function):
         raise BadInput(f"matcher {name!r} is {type(function).__name__}, not a function")

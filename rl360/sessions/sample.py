@@ -35,7 +35,7 @@ class MergedSample:
     loss_mask `[T]` uint8: 1 exactly on the sampled ids that train here; a turn shared by several leaves does in one.
     logprobs `[T]` float32: the engine's log-probability of each id under the mask (natural log, at the sampling
     temperature, before top-p and top-k), 0 elsewhere.
-    version_spans: (start, end, weight version) over `tokens`, half-open, covering exactly the ids under the mask.
+    version_spans: (start, end, weight version) over `tokens`, half-open, in order, exactly the ids under the mask.
     routing_pieces: consecutive pieces `[rows, layers, top_k]`, uint8 or uint16, T-1 rows in all; none for a dense
     model. `routing` is their concatenation. row_forward `[T-1]` uint8: `RowForward` of each row.
 
@@ -93,12 +93,18 @@ class MergedSample:
             raise CorruptObject(
                 key, f"kept {kept} + dropped {total - kept} tokens is not the {self.sampled_tokens} sampled"
             )
-        covered = np.zeros(length, dtype=bool)
+        edge = 0
         for start, end, _version in self.version_spans:
-            if not 0 <= start < end <= length or covered[start:end].any():
-                raise CorruptObject(key, f"version span [{start}, {end}) is outside [0, {length}) or overlaps another")
-            covered[start:end] = True
-        if not np.array_equal(covered, self.loss_mask.view(bool)):
+            if not edge <= start < end <= length:
+                raise CorruptObject(
+                    key, f"version span [{start}, {end}) is outside [{edge}, {length}) or overlaps another"
+                )
+            edge = end
+        bounds = np.array([span[:2] for span in self.version_spans], dtype=np.int64).reshape(-1, 2)
+        steps = np.zeros(length + 1, dtype=np.int8)
+        steps[bounds[:, 0]] += 1
+        steps[bounds[:, 1]] -= 1
+        if not np.array_equal(np.cumsum(steps[:-1], dtype=np.int8), self.loss_mask):
             raise CorruptObject(key, "version spans do not cover exactly the sampled ids")
         self._check_routing(key, length - 1)
         return self
