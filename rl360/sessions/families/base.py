@@ -223,6 +223,10 @@ class ChatTemplate:
         """Text of ids, added tokens by their names."""
         return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
 
+    def textless(self, ids: Sequence[int]) -> int:
+        """How many ids the tokenizer has no text for: a vocabulary is often padded beyond its tokenizer."""
+        return sum(self._tokenizer.id_to_token(i) is None for i in ids)
+
     def _require_mode(self, thinking: bool) -> None:
         if thinking and self._family.split_reasoning is None:
             raise BadInput(f"family {self.family} has no thinking; use thinking false")

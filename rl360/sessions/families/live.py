@@ -152,8 +152,8 @@ def _turn_row(name: str, template: ChatTemplate, turn: _Answer, thinking: bool) 
     problem = turn.problem
     if problem is None and (turn.reason not in ("stop", "length") or stops != expected):
         problem = f"finish_reason {turn.reason}, {len(turn.ids)} ids, stop ids at {stops}"
-    ours = template.decode(turn.ids)
-    if problem is None and turn.text.rstrip("\ufffd") != ours.rstrip("\ufffd"):
+    ours, textless = template.decode(turn.ids), template.textless(turn.ids)
+    if problem is None and not textless and turn.text.rstrip("\ufffd") != ours.rstrip("\ufffd"):
         problem = f"the engine reads its ids as {turn.text[:60]!r}, here they are {ours[:60]!r}"
     if problem is not None:
         return Row(name, False, problem)
@@ -162,4 +162,5 @@ def _turn_row(name: str, template: ChatTemplate, turn: _Answer, thinking: bool) 
     same = own == turn.ids[: len(turn.ids) - len(stops)]
     calls = len(parsed.tool_calls)
     detail = f"{len(turn.ids)} ids, {turn.reason}, {calls} calls, {parsed.format_errors} format errors"
+    detail += f", {textless} without text" if textless else ""
     return Row(name, True, f"{detail}, {'in' if same else 'not in'} the template's own spelling")
