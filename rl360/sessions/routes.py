@@ -134,12 +134,12 @@ class Service:
                     part = message.get("body", b"")
                     more = message.get("more_body", False)
                     call.body_bytes += len(part)
-                    if call.body_bytes > limits.body_bytes:
-                        raise _over(f"request body is over {limits.body_bytes} bytes, the limit")
                     if held is not None:
                         held.body_bytes += len(part)
-                        if held.body_bytes + held.session.held_bytes > limits.session_bytes:
-                            raise _over(f"session and its requests are over {limits.session_bytes} bytes, the limit")
+                    if call.body_bytes > limits.body_bytes:
+                        raise _over(f"request body is over {limits.body_bytes} bytes, the limit")
+                    if held is not None and held.body_bytes + held.session.held_bytes > limits.session_bytes:
+                        raise _over(f"session and its requests are over {limits.session_bytes} bytes, the limit")
                     parts.append(part)
         except TimeoutError:
             raise SessionRefusal(Refusal.SLOW_BODY, f"the request body took over {BODY_S:g} s") from None

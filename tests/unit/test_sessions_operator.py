@@ -1,0 +1,430 @@
+"""The operator's side of a session server: storing, draining, budgets, the OpenAPI document, `rl360 sessions`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hashlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+import uvicorn
+
+from rl360.cli import main
+from rl360.errors import BadInput
+from rl360.sessions import bodies
+from rl360.sessions.openapi import ENDPOINTS
+from rl360.sessions.refusals import HTTP_STATUS, Refusal, SessionRefusal
+from rl360.sessions.registry import Limits, Registry
+from rl360.sessions.routes import create_app
+from rl360.sessions.sample import SampleRef, decode_samples
+from rl360.sessions.server import DrainingServer, ServeOptions, build_service
+from rl360.store.layout import merged_key
+from tests.unit.memory_store import MemoryStore
+from tests.unit.sessions_data import (
+    BASH_SCHEMA,
+    OPENING,
+    completion,
+    new_session,
+    request,
+    spec,
+    template,
+    write_model_dir,
+)
+from tests.unit.sessions_server import BEARER, CREATE, TOKEN, Bench, engine_reply, session_bench
+
+ATTEMPT = CREATE["attempt_id"]
+KEY = merged_key("run-1", 3, 0, ATTEMPT)
+MESSAGES = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
+CHAT = {"model": "policy", "messages": MESSAGES, "tools": [BASH_SCHEMA]}
+
+
+class Store(MemoryStore):
+    endpoint_url = "memory:"
+
+
+@pytest.fixture(scope="module")
+def _shared() -> Iterator[Bench]:
+    with session_bench() as bench:
+        yield bench
+
+
+@pytest.fixture
+def bench(_shared: Bench) -> Bench:
+    service = _shared.service
+    for held in list(service.registry):
+        service.registry.delete(held.session.session_id)
+    service.store_in = Store()
+    service.stored = 0
+    service.registry.draining, service.drain_until_s = False, None
+    _shared.engine.script = engine_reply
+    _shared.engine.gate.set()
+    _shared.engine.bodies.clear()
+    return _shared
+
+
+def spoken(bench: Bench, **changes: Any) -> str:
+    session_id, _ = bench.create(**changes)
+    assert bench.chat(session_id, CHAT).status_code == 200
+    return session_id
+
+
+def refusal(reply: httpx.Response) -> tuple[int, str]:
+    return reply.status_code, bodies.Error.model_validate(reply.json()).error.code
+
+
+def test_storing_seals_merges_and_answers_the_same_again(bench: Bench) -> None:
+    session_id = spoken(bench)
+    store = bench.service.store_in
+    merged = bench.get(f"/sessions/{session_id}/merged").content
+    first = bench.post(f"/sessions/{session_id}/store", {"key": KEY, "pick": "last"})
+    assert first.status_code == 200, first.text
+    bodies.StoreReply.model_validate(first.json())
+    ref = SampleRef.from_wire(first.json(), "reply")
+    assert (ref.key, ref.size_bytes, len(ref.leaves)) == (KEY, len(merged), 1)
+    assert store.objects == {KEY: merged} and ref.sha256 == hashlib.sha256(merged).hexdigest()
+    assert ref.sampled_tokens == decode_samples(merged, KEY)[0].sampled_tokens
+    assert bench.post(f"/sessions/{session_id}/store", {"key": KEY}).json() == first.json()
+    assert refusal(bench.chat(session_id, CHAT)) == (409, "sealed")
+    for body in ({"key": merged_key("run-1", 3, 1, ATTEMPT)}, {"key": KEY, "pick": "all"}):
+        assert refusal(bench.post(f"/sessions/{session_id}/store", body)) == (409, "conflict")
+    told = bench.get(f"/sessions/{session_id}").json()
+    assert told["sealed"] is True and told["stored"] == first.json()
+    assert bench.http.get("/health").json()["stored"] == 1
+
+
+def test_an_object_that_is_there_must_be_the_same(bench: Bench) -> None:
+    session_id = spoken(bench)
+    same = bench.get(f"/sessions/{session_id}/merged").content
+    bench.service.store_in.objects[KEY] = same  # an earlier try whose reply was lost
+    assert bench.post(f"/sessions/{session_id}/store", {"key": KEY}).status_code == 200
+    other = spoken(bench)
+    reply = bench.post(f"/sessions/{other}/store", {"key": KEY})
+    assert refusal(reply) == (409, "conflict") and KEY in reply.json()["error"]["message"]
+    assert bench.service.store_in.objects == {KEY: same}
+
+
+def test_a_store_that_is_away_can_be_asked_again(bench: Bench) -> None:
+    session_id = spoken(bench)
+    bench.service.store_in.down = True
+    reply = bench.post(f"/sessions/{session_id}/store", {"key": KEY})
+    assert refusal(reply) == (503, "store_unavailable") and "x-should-retry" not in reply.headers
+    bench.service.store_in.down = False
+    assert bench.post(f"/sessions/{session_id}/store", {"key": KEY}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        "hello",
+        KEY + "x",
+        "/" + KEY,
+        KEY.replace("run-1", ".."),
+        KEY.replace("run-1", "RUN"),
+        KEY.replace("000003", "3"),
+        KEY.replace("merged", "attempts"),
+        KEY.replace(ATTEMPT, "s000000-g000-a01-t0"),
+        KEY.replace("/0000/", "/0/"),
+        KEY.replace("000003", "٠٠٠٠٠٣"),
+        "x" * 2000,
+    ],
+)
+def test_only_the_place_of_this_attempt_is_written(bench: Bench, key: str) -> None:
+    session_id = spoken(bench)
+    assert refusal(bench.post(f"/sessions/{session_id}/store", {"key": key})) == (400, "bad_body")
+    assert not bench.service.store_in.objects
+    assert bench.chat(session_id, CHAT).status_code == 200  # and it was not sealed
+
+
+def test_storing_what_cannot_be_stored(bench: Bench) -> None:
+    empty, _ = bench.create()
+    assert refusal(bench.post(f"/sessions/{empty}/store", {"key": KEY})) == (422, "cannot_merge")
+    for body in (None, [], {}, {"key": 5}, {"key": KEY, "pick": "some"}, {"key": KEY, "more": 1}):
+        assert refusal(bench.post(f"/sessions/{empty}/store", body)) == (400, "bad_body")
+    assert refusal(bench.get(f"/sessions/{empty}/merged?pick=some")) == (400, "bad_body")
+    bench.service.store_in = None
+    reply = bench.post(f"/sessions/{empty}/store", {"key": KEY})
+    assert refusal(reply) == (501, "no_store") and reply.headers["x-should-retry"] == "false"
+
+
+def test_storing_twice_at_once_writes_once(bench: Bench) -> None:
+    session_id = spoken(bench)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _n: bench.post(f"/sessions/{session_id}/store", {"key": KEY}), range(4)))
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert len({reply.content for reply in replies}) == 1
+    assert list(bench.service.store_in.objects) == [KEY]
+
+
+def test_a_turn_in_flight_while_its_session_is_stored_is_refused(bench: Bench) -> None:
+    session_id = spoken(bench)
+    bench.engine.gate.clear()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(bench.chat, session_id, CHAT)
+        while len(bench.engine.bodies) < 2:
+            time.sleep(0.005)
+        ref = bench.post(f"/sessions/{session_id}/store", {"key": KEY}).json()
+        bench.engine.gate.set()
+        assert refusal(pending.result()) == (409, "sealed")
+    assert bench.post(f"/sessions/{session_id}/store", {"key": KEY}).json() == ref
+
+
+def test_branches_of_a_tree_are_picked(bench: Bench) -> None:
+    session_id, _ = bench.create(mode="tree")
+    said = bench.chat(session_id, CHAT).json()["choices"][0]["message"]
+    for word in ("one", "two"):
+        messages = [*MESSAGES, said, {"role": "user", "content": word}]
+        assert bench.chat(session_id, {**CHAT, "messages": messages}).status_code == 200
+    found = [bench.get(f"/sessions/{session_id}/merged?pick={pick}").content for pick in ("last", "roots", "all")]
+    assert [len(decode_samples(data, "merged")) for data in found] == [1, 1, 2]
+    ref = bench.post(f"/sessions/{session_id}/store", {"key": KEY, "pick": "all"}).json()
+    assert len(ref["leaves"]["tokens"]) == 2 and len(orjson.dumps(ref)) < 2048
+
+
+def test_draining_takes_no_new_sessions_and_ends_when_the_others_are_done(bench: Bench) -> None:
+    stored, deleted = spoken(bench, expected_weight_version="run:0"), spoken(bench)
+    assert bench.post("/drain").json() == {"status": "draining", "unfinished": 2}
+    assert bench.http.get("/health").json()["status"] == "draining"
+    reply = bench.http.post("/sessions", json=CREATE, headers=BEARER)
+    assert refusal(reply) == (503, "draining") and reply.headers["retry-after"] == "1"
+    # a task that was killed finds its session, and agents go on
+    assert bench.create(expected_weight_version="run:0")[0] == stored
+    assert bench.chat(stored, CHAT).status_code == 200
+    bench.service.drain_until_s = time.monotonic() + 60
+    assert not bench.service.drained
+    assert bench.post(f"/sessions/{stored}/store", {"key": KEY}).status_code == 200
+    assert not bench.service.drained
+    assert bench.http.delete(f"/sessions/{deleted}", headers=BEARER).status_code == 204
+    assert bench.service.drained
+    bench.service.drain_until_s = time.monotonic() - 1
+    spoken_after = bench.chat(stored, CHAT)
+    assert refusal(spoken_after) == (409, "sealed") and bench.service.drained
+
+
+def test_sigterm_drains_and_a_second_one_ends_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    session_id, _ = bench.create()
+    monkeypatch.setattr(bench.service, "drain_s", 60.0)
+    server = DrainingServer(uvicorn.Config(lambda: None), bench.service)
+    server.handle_exit(signal.SIGTERM, None)
+    assert bench.service.registry.draining and not server.should_exit
+    assert asyncio.run(server.on_tick(1)) is False
+    bench.http.delete(f"/sessions/{session_id}", headers=BEARER)
+    assert asyncio.run(server.on_tick(1)) is True
+    assert not server.should_exit
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit
+
+
+def test_the_process_serves_drains_and_ends_with_zero(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    model = write_model_dir(tmp_path / "model")
+    port = _free_port()
+    argv = [sys.executable, "-m", "rl360.cli", "sessions", "serve", "--upstream", "http://127.0.0.1:9"]
+    argv += ["--model", str(model), "--port", str(port), "--token-file", str(token), "--drain-s", "30"]
+    with httpx.Client(timeout=5, trust_env=False) as http:
+        process = subprocess.Popen(argv)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    assert http.get(f"{url}/health").json()["status"] == "ok"
+                    break
+                except httpx.TransportError:
+                    assert process.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.05)
+            session_id = http.post(f"{url}/sessions", json=CREATE, headers=BEARER).json()["session_id"]
+            process.send_signal(signal.SIGTERM)
+            while http.get(f"{url}/health").json()["status"] == "ok":
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert process.poll() is None
+            assert http.delete(f"{url}/sessions/{session_id}", headers=BEARER).status_code == 204
+            assert process.wait(timeout=30) == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_over_the_budget_dead_sessions_are_given_up_and_counted() -> None:
+    now = [0.0]
+    limits = Limits(total_bytes=3 * new_session().held_bytes, dead_s=10.0)
+    registry = Registry(template(), limits, clock=lambda: now[0])
+    oldest, busy, recent = (registry.create(spec(attempt_id=name)) for name in "abc")
+    with pytest.raises(SessionRefusal, match="3 sessions hold") as caught:
+        registry.create(spec(attempt_id="d"))
+    assert caught.value.code is Refusal.OVER_BUDGET
+    with registry.using(busy.session_id):
+        now[0] = 11.0
+        registry.get(recent.session_id)
+        registry.create(spec(attempt_id="d"))
+        assert (oldest.closed, busy.closed, recent.closed) == (True, False, False)
+        with pytest.raises(SessionRefusal):  # one is in flight, the others were just used
+            registry.create(spec(attempt_id="e"))
+    assert (registry.evicted_for_room, registry.evicted_idle, len(registry)) == (1, 0, 3)
+    assert registry.total_bytes == sum(held.session.held_bytes for held in registry)
+
+
+def test_a_session_that_grew_over_the_budget_is_refused_its_next_turn() -> None:
+    with session_bench(Limits(total_bytes=6000)) as bench:
+        session_id = spoken(bench)
+        assert refusal(bench.chat(session_id, CHAT)) == (413, "over_budget")
+        assert refusal(bench.post("/sessions", CREATE)) == (413, "over_budget")
+
+
+def test_bytes_stay_counted_through_many_sessions() -> None:
+    registry = Registry(template(), Limits())
+    for number in range(50):
+        session = registry.create(spec(attempt_id=f"a{number}"))
+        with registry.using(session.session_id) as held:
+            held.session.commit(held.session.prepare(request(OPENING)), completion())
+        assert registry.total_bytes == sum(item.session.held_bytes for item in registry)
+        if number % 3:
+            registry.delete(session.session_id)
+    for held in list(registry):
+        registry.delete(held.session.session_id)
+    assert (registry.total_bytes, len(registry), registry.in_flight, registry._by_spec) == (0, 0, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("policy", "status", "temperature"), [("pin", 200, 1.0), ("record", 200, 0.5), ("refuse", 400, None)]
+)
+def test_sampling_policies(bench: Bench, policy: str, status: int, temperature: float | None) -> None:
+    session_id, _ = bench.create(sampling_policy=policy)
+    reply = bench.chat(session_id, {**CHAT, "temperature": 0.5, "max_tokens": 4000})
+    assert reply.status_code == status
+    told = bench.get(f"/sessions/{session_id}").json()
+    if status == 400:
+        error = reply.json()["error"]
+        assert error["code"] == "sampling_params" and reply.headers["x-should-retry"] == "false"
+        assert "temperature 0.5 (it is 1.0)" in error["message"]
+        assert not bench.engine.bodies and told["epoch"] == 0
+        return
+    sent = bench.engine.bodies[0]["sampling_params"]
+    assert (sent["temperature"], sent["max_new_tokens"]) == (temperature, 48)
+    where = "ignored_params" if policy == "pin" else "recorded_params"
+    assert told[where] == {"temperature": 1, "max_new_tokens": 1}
+    assert told["sampling_differs"] == (policy == "record")
+
+
+def test_a_session_names_a_matcher_this_server_knows(bench: Bench) -> None:
+    assert refusal(bench.post("/sessions", {**CREATE, "matcher": "os:system"})) == (400, "bad_body")
+    assert refusal(bench.post("/sessions", {**CREATE, "mode": "graph"})) == (400, "bad_body")
+    assert refusal(bench.post("/sessions", {**CREATE, "thinking": True})) == (400, "bad_body")
+    bench.create(matcher="role_content", mode="tree")
+
+
+def same_words(stored: Any, sent: Any) -> bool:
+    return stored.content.split() == sent.content.split()
+
+
+def test_what_is_refused_before_listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    monkeypatch.setenv("RL360_TOKEN_FILE", str(token))
+    model = write_model_dir(tmp_path / "model")
+    options = {"upstream": "http://127.0.0.1:9", "model_dir": model}
+    name = f"{__name__}:same_words"
+    service = build_service(ServeOptions(**options, matchers=(name,)))
+    assert service.registry.create(spec(matcher=name)).held_bytes > 0
+    for wrong, said in (
+        ({"upstream": "9"}, "not an address"),
+        ({"model_dir": tmp_path}, "config.json"),
+        ({"matchers": ("no_such_module:x",)}, "cannot be imported"),
+        ({"return_routed_experts": True}, "dense model"),
+        ({"family": "no-such"}, "no-such"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            build_service(ServeOptions(**{**options, **wrong}))
+
+
+def test_the_document_says_what_is_served(bench: Bench) -> None:
+    told = bench.http.get("/openapi.json").json()
+    assert told["openapi"] == "3.1.0"
+    served = {
+        (route.path, method.lower())
+        for route in create_app(bench.service).routes
+        for method in route.methods - {"HEAD"}
+    }
+    assert served == {(path, method) for path, methods in told["paths"].items() for method in methods}
+    schemas = told["components"]["schemas"]
+    names = set(re.findall(r"#/components/schemas/(\w+)", orjson.dumps(told).decode()))
+    assert names <= schemas.keys()
+    turn = told["paths"]["/sessions/{session_id}/v1/chat/completions"]["post"]
+    assert turn["security"] == [] and {"400", "404", "409", "413", "429", "502"} <= turn["responses"].keys()
+    page = bench.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert all(f"{e.method} {e.path}" in page.text for e in ENDPOINTS)
+    assert all(f"id='{name}'" in page.text for name in schemas)
+    assert "<script" not in page.text and "http://" not in page.text.replace(bench.url, "")
+
+
+def test_every_refusal_has_a_status_and_is_documented_somewhere() -> None:
+    assert set(HTTP_STATUS) == set(Refusal)
+    documented = {code for endpoint in ENDPOINTS for code in endpoint.refusals}
+    assert documented | {Refusal.METHOD} == set(Refusal)
+
+
+def test_replies_are_what_the_document_says(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    bodies.CreateReply.model_validate(bench.http.post("/sessions", json=CREATE, headers=BEARER).json())
+    bodies.ChatReply.model_validate(bench.chat(session_id, CHAT).json())
+    rows = bodies.SessionRows.model_validate(bench.get("/sessions").json()).sessions
+    assert [row.turns for row in rows] == [0, 1]
+    bodies.Health.model_validate(bench.http.get("/health").json())
+    bodies.ModelsReply.model_validate(bench.http.get(f"/sessions/{session_id}/v1/models").json())
+    bodies.Drained.model_validate(bench.post("/drain").json())
+    bodies.Health.model_validate(bench.http.get("/health").json())
+
+
+def test_rl360_sessions_list_and_show(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    monkeypatch.setenv("RL360_TOKEN_FILE", str(token))
+    session_id = spoken(bench)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["sessions", *argv])
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), told.out, told.err
+
+    code, out, _ = run("list", "--url", bench.url)
+    assert code == 0 and session_id in out and ATTEMPT in out and "1 sessions" in out
+    code, out, _ = run("list", "--url", bench.url, "--json")
+    (row,) = orjson.loads(out)
+    assert (row["session_id"], row["server"], row["stored"]) == (session_id, bench.url, None)
+    code, out, _ = run("show", session_id[:8], "--url", bench.url)
+    assert code == 0 and "sampled_tokens" in out and "stop" in out
+    code, out, _ = run("show", session_id, "--url", bench.url, "--json")
+    assert orjson.loads(out)["turns"][0]["sampled_tokens"] == 3
+    code, _, err = run("show", "zzz", "--url", bench.url)
+    assert (code, err.count("\n")) == (2, 1) and "0 sessions start with 'zzz'" in err
+    code, _, err = run("list", "--url", "http://127.0.0.1:9")
+    assert (code, err.count("\n")) == (1, 1) and "no answer from http://127.0.0.1:9" in err
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "nothing"))
+    code, _, err = run("list")
+    assert (code, err.count("\n")) == (1, 1) and "rl360 up" in err
+    assert os.environ["RL360_HOME"].endswith("nothing")
