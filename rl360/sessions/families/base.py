@@ -14,6 +14,7 @@ Uses `tokenizers` and jinja2 only: no torch, no transformers in a session server
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -23,8 +24,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Environment, TemplateError
 from tokenizers import Tokenizer
 
 from rl360.errors import BadInput
@@ -33,6 +33,7 @@ from rl360.sessions.messages import Message, Tool, ToolCall, parse_tools
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 # a Unicode noncharacter splits added tokens inside message text while Jinja runs; `0` keeps one that was there before
 _MARK = "\ufdd0"
+_SHORT = 24  # characters
 _ASKED = (Message("user", ""),)
 _SPOKEN = (*_ASKED, Message("assistant", ""))
 
@@ -123,11 +124,10 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def jinja_environment() -> ImmutableSandboxedEnvironment:
-    """Renders templates the way transformers does."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+def jinja_environment(kind: type[Environment] = Environment) -> Environment:
+    """Renders templates the way transformers does. A model's own template is a stranger's code: give it a sandbox,
+    which packaged ones need not pay for."""
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment
@@ -159,6 +159,7 @@ class ChatTemplate:
         self._token_starts = re.compile(f"(?=(?:{pattern}))(.)", re.DOTALL)
         self.jinja_text = jinja_text or family.template_text()
         self._jinja = jinja_environment().from_string(self.jinja_text)
+        self._encode_short = functools.lru_cache(1024)(self.encode)
         self._openers = {token: (text, self.encode(text)) for token, text in family.openers}
         self._asked = {mode: self._text(_ASKED, (), mode, generation=True) for mode in self.thinking_modes}
         self._spoken = {mode: self._text(_SPOKEN, (), mode, generation=False) for mode in self.thinking_modes}
@@ -307,8 +308,8 @@ class ChatTemplate:
             if opener is not None and piece.startswith(opener[0]):
                 ids.extend(opener[1])
                 piece = piece[len(opener[0]) :]
-            if piece:
-                ids.extend(self.encode(piece))
+            if piece:  # the template's own pieces are short and always the same
+                ids.extend(self._encode_short(piece) if len(piece) <= _SHORT else self.encode(piece))
         return np.array(ids, dtype=np.int32)
 
     def _check_tokenizer(self, stock: Tokenizer) -> None:

@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from rl360.errors import BadInput
@@ -194,7 +195,7 @@ def check_stock(jinja_text: str, tokenizer_path: Path, template: ChatTemplate) -
     """The same question to a model's own template: is the prompt of each turn, and the reply the template itself
     writes after it, what the next prompt begins with?"""
     try:
-        compiled = jinja_environment().from_string(jinja_text)
+        compiled = jinja_environment(ImmutableSandboxedEnvironment).from_string(jinja_text)
     except TemplateError as error:
         raise BadInput(f"the model's chat template does not compile: {error}") from None
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
