@@ -33,6 +33,7 @@ COMMANDS = {
     "sessions": Entry("sessions", "Session servers: run one, look into those that run."),
     "model": Entry("model", "The starting policy: warm start and parity."),
     "tasks": Entry("tasks", "Task sets: check that tasks can be trusted."),
+    "bench": Entry("bench", "Figures with a goal, each beside its baseline."),
     "templates": Entry("templates", "Chat templates: the known families, and checks of a model's."),
 }
 

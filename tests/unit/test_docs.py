@@ -53,7 +53,7 @@ def test_commands_in_the_pages_exist() -> None:
 
 
 # named in docs/architecture.md as not built yet
-NOT_BUILT = {"run fork", "replay", "bench"}
+NOT_BUILT = {"run fork", "replay"}
 
 
 def test_fields_in_the_pages_exist() -> None:
