@@ -143,6 +143,7 @@ def test_malformed_calls_are_content_and_counted(sampled: str) -> None:
 
 def test_ids_the_tokenizer_lacks_decode_to_nothing() -> None:
     assert template().parse_assistant([511, *encode_turn("ok<|im_end|>")], ()).content == "ok"
+    assert template().textless([511, 5, 511]) == 2
 
 
 def test_delta_refuses_other_roles() -> None:
