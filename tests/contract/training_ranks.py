@@ -1,4 +1,5 @@
-"""Run by torchrun in test_training_layouts: three steps under a layout, then the weights and moments to a file.
+"""Run by torchrun in test_training_layouts: three steps of a replica under a layout, then the weights and moments to a
+file. Each data-parallel rank must have read the samples it trains and no others.
 
 argv: model directory, output folder, name, tp, pp, ep, sequence parallel (0 or 1), checkpoint to start from or "-"
 """
@@ -8,26 +9,34 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl360.config.run import ObjectiveConfig
+from rl360.config.run import RunConfig
 from rl360.training.megatron import parallel
-from rl360.training.megatron.model import Layout
-from rl360.training.megatron.policy import Optim, Policy
-from rl360.training.objective import policy_sums
-from rl360.training.packing import TrainSequence
-from tests.unit.training_data import samples_of
+from rl360.training.megatron.model import Layout, parallel_state
+from rl360.training.replica import OpenRun, Replica, TrainStep
+from rl360.training.results import StepStatus, TrainResult
+from tests.unit.memory_store import MemoryStore
+from tests.unit.training_data import put_batch, samples_of
 
-STEPS, MAX_TOKENS = 3, 256
+STEPS, MAX_TOKENS, COUNT = 3, 256, 13
+MEANS = {"loss", "loss_weight_sum", "clip_fraction", "tis_mean", "mean_abs_dlogp", "entropy"}
 
 
 def main() -> None:
     model, out, name, tp, pp, ep, sp, start = sys.argv[1:]
     layout = Layout(int(tp), int(pp), int(ep), sequence_parallel=sp == "1")
     parallel.enter(layout)
-    policy = Policy(Path(model), layout, Optim(lr=1e-3))
+    store = MemoryStore()
+    trainer = {"lr": 1e-3, "max_tokens_per_micro_batch": MAX_TOKENS}
+    config = RunConfig.parse({"run": "r1", "rollout": {"max_seq_len": MAX_TOKENS}, "trainer": trainer})
+    replica = Replica(cast(Any, store), layout, name)
+    replica.execute(OpenRun("r1", config.to_json(), model, None, ()))
+    policy = replica.policy
+    assert policy is not None
     first = 0
     if start != "-":
         held = load_file(start)
@@ -39,14 +48,13 @@ def main() -> None:
         first = STEPS
     told = []
     for step in range(first, first + STEPS):
-        samples = [
-            TrainSequence(row["tokens"], row["loss_mask"], row["logprobs"], row["advantage"], row["attempt_id"])
-            for row in samples_of(step, 13)
-        ]
-        weight = sum(int(s.loss_mask.sum()) for s in samples)
-        result = policy.step(policy.micro_batches(samples, MAX_TOKENS), policy_sums(ObjectiveConfig()), weight)
-        assert result.applied
-        told.append({"loss": result.sums["loss"] / weight, "grad_norm": result.grad_norm, **result.sums})
+        body = put_batch(store, "r1", step, samples_of(step, COUNT))
+        store.read.clear()
+        result = cast(TrainResult, replica.execute(TrainStep(step, body["batch_key"], body["batch_digest"])))
+        assert result.status is StepStatus.TRAINED
+        sums = {name: value * result.trained_tokens for name, value in result.model_dump(include=MEANS).items()}
+        told.append({"mean_loss": result.loss, "grad_norm": result.grad_norm, **sums})
+        _refuse_wrong_share([key for key in store.read if "/merged/" in key])
     tensors = {f"weights/{key}": value for key, value in policy.weights().items()}
     for moment, values in policy.moments().items():
         tensors |= {f"{moment}/{key}": value for key, value in values.items()}
@@ -54,6 +62,15 @@ def main() -> None:
         save_file(tensors, Path(out) / f"{name}.safetensors")
         (Path(out) / f"{name}.json").write_text(json.dumps(told))
     parallel.leave()
+
+
+def _refuse_wrong_share(read: list[str]) -> None:
+    """The data-parallel ranks' reads together are each sample once; the ranks of one of them read the same."""
+    ranks: list[tuple[int, list[str]]] = [(0, [])] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, (parallel_state.get_data_parallel_rank(), sorted(read)))
+    shares = dict(ranks)
+    assert all(keys == shares[rank] for rank, keys in ranks)
+    assert len(set().union(*shares.values())) == sum(map(len, shares.values())) == COUNT
 
 
 if __name__ == "__main__":
