@@ -87,6 +87,7 @@ def merge(held: SessionSnapshot, pick: Pick = Pick.LAST) -> tuple[MergedSample, 
 
 
 def _leaves(turns: tuple[Turn, ...], pick: Pick) -> list[Turn]:
+    """The kept leaves in the order they were recorded."""
     if pick is Pick.LAST:
         return [turns[-1]]
     parents = {turn.parent for turn in turns}
@@ -96,8 +97,8 @@ def _leaves(turns: tuple[Turn, ...], pick: Pick) -> list[Turn]:
     root_of: dict[int, int] = {}
     for turn in turns:  # parents come before their children
         root_of[turn.index] = turn.index if turn.parent is None else root_of[turn.parent]
-    latest = {root_of[leaf.index]: leaf for leaf in leaves}
-    return list(latest.values())
+    latest = {root_of[leaf.index]: leaf.index for leaf in leaves}
+    return [leaf for leaf in leaves if latest[root_of[leaf.index]] == leaf.index]
 
 
 def _sample(held: SessionSnapshot, number: int, line: list[Turn], owned: list[Turn], left: list[Turn]) -> MergedSample:

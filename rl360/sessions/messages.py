@@ -202,17 +202,6 @@ def check_sequence(messages: Sequence[Message]) -> None:
         raise _refuse(f"messages[{len(messages) - 1}]", f"the last message is {messages[-1].role}, not user or tool")
 
 
-def parse_messages(raw: Any) -> tuple[Message, ...]:
-    """Check and normalise the decoded `messages` of one whole request."""
-    if not isinstance(raw, list):
-        raise _refuse("messages", f"{_shown(raw)} is not a list")
-    if len(raw) > MAX_MESSAGES:
-        raise _refuse("messages", f"{len(raw)} messages, at most {MAX_MESSAGES}")
-    messages = tuple(message for i, item in enumerate(raw) for message in openai_message(item, f"messages[{i}]"))
-    check_sequence(messages)
-    return messages
-
-
 def _tool(raw: Any, where: str) -> Tool:
     function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(function, dict) or raw.get("type", "function") != "function":

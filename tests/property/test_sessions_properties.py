@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import orjson
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rl360.sessions.core import Completion, PreparedTurn, Session
+from rl360.errors import CorruptObject
 from rl360.sessions.families.rl360_chat import SPECIALS
-from rl360.sessions.merge import merge
-from rl360.sessions.messages import Message, ToolCall, parse_messages
+from rl360.sessions.merge import Pick, merge, snapshot
+from rl360.sessions.messages import Message, ToolCall, check_sequence, openai_message, parse_tools
 from rl360.sessions.refusals import Refusal, SessionRefusal
-from tests.unit.sessions_data import BASH, TOOLS, build_tokenizer, new_session, state_of, template
+from rl360.sessions.routing import decode_rows
+from rl360.sessions.sample import LeafCounts, MergedSample, SampleRef, decode_samples, encode_samples
+from rl360.sessions.turns import Completion, PreparedTurn, SessionMode
+from rl360.store.codec import pack, unpack
+from tests.unit.sessions_data import (
+    BASH,
+    BASH_SCHEMA,
+    EDIT_SCHEMA,
+    SHAPE,
+    TOOLS,
+    build_tokenizer,
+    new_session,
+    refused,
+    request,
+    template,
+    to_raw,
+)
 
-END = 2
-MAX_SEQ_LEN = 160
-TEXT = st.text(st.sampled_from("ab \n\té漢🙂<|>_/"), max_size=12) | st.sampled_from(SPECIALS)
+START, END, OPEN, CLOSE = 1, 2, 3, 4
+MAX_SEQ_LEN = 200
+MAX_NEW = 48
+TEXTS = ("", "a", "b", " a\n", "\t b ", "é漢🙂", "<|_/|>", "ab <b> ab", *SPECIALS)
+VERSIONS = ["run:0", "run:1"]
 
 
 @functools.cache
@@ -37,263 +57,494 @@ def _plain() -> Tokenizer:
     return tokenizer
 
 
-def _text(text: str) -> list[int]:
+def text_ids(text: str) -> list[int]:
     return _plain().encode(text, add_special_tokens=False).ids
 
 
-@dataclass
+def message_ids(message: Message) -> list[int]:
+    """The format written out by hand."""
+    if message.role != "assistant":
+        return [START, *text_ids(f"{message.role}\n{message.content}"), END]
+    ids = [START, *text_ids("assistant\n"), *text_ids(message.content)]
+    for call in message.tool_calls:
+        values = list(json.loads(call.arguments).values())
+        raw = values[0] if len(values) == 1 and isinstance(values[0], str) else call.arguments
+        ids += [OPEN, *text_ids(f"{call.name}\n{raw}"), CLOSE]
+    return [*ids, END]
+
+
+def prompt_ids(messages: Sequence[Message], tools: Any) -> list[int]:
+    first = messages[0].content if messages[0].role == "system" else ""
+    told = "".join(f"\n# {tool.name}({', '.join(name for name, _kind in tool.parameters)})" for tool in tools)
+    ids = [START, *text_ids(f"system\n{first}{told}"), END]
+    for message in messages[1:] if messages[0].role == "system" else messages:
+        ids += message_ids(message)
+    return [*ids, START, *text_ids("assistant\n")]
+
+
+@dataclass(eq=False)
+class Node:
+    """One recorded turn, everything on its path written out in full."""
+
+    number: int
+    parent: Node | None
+    asked: list[Message]  # the whole request, in stored spelling
+    reply: Message
+    tools: Any
+    context: list[int]
+    prompt: int  # how many ids of the context were sent
+    logprobs: list[float]  # of the whole context, 0 where nothing was sampled on this path
+    rows: list[Any]  # of the whole context but its last id
+    forward: list[int]
+    spans: list[tuple[int, int, str]]
+    cut: bool
+
+    @property
+    def sampled(self) -> int:
+        return len(self.context) - self.prompt
+
+    def line(self) -> list[Node]:
+        return [*(self.parent.line() if self.parent else []), self]
+
+
 class Oracle:
-    """What a session must hold, as lists written out by hand."""
+    """What a session must do, found by trying every turn with every rule."""
 
-    ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    history: list[Message] = field(default_factory=list)
-    last_request: list[Message] = field(default_factory=list)
-    last_sampled: int = 0
-    sampled: int = 0
-    dropped: int = 0
-    lost: int = 0
-    cut: bool = False
+    def __init__(self, linear: bool, loose: bool) -> None:
+        self.linear, self.loose = linear, loose
+        self.nodes: list[Node] = []
+        self.duplicate = self.after_cut = self.refused_after_cut = 0
 
-    def expected_prompt(self, new: list[Message]) -> list[int]:
-        ids = list(self.ids)
-        if not ids:
-            ids += [1, *_text("system\nUse bash.\n# bash(command)"), 2]
-            new = new[1:]
-        for message in new:
-            ids += [1, *_text(f"{message.role}\n{message.content}"), 2]
-        return [*ids, 1, *_text("assistant\n")]
+    def meaning(self, message: Message) -> Any:
+        calls = [
+            (call.name, json.dumps(json.loads(call.arguments), sort_keys=True), None if self.loose else call.id)
+            for call in message.tool_calls
+        ]
+        return message.role, message.content, calls, None if self.loose else message.tool_call_id
 
-    def roll_back(self) -> None:
-        self.dropped += self.last_sampled
-        for held in (self.ids, self.mask, self.logprobs):
-            del held[len(held) - self.last_sampled :]
-        self.history = list(self.last_request)
+    def same(self, one: Sequence[Message], other: Sequence[Message]) -> bool:
+        return [self.meaning(m) for m in one] == [self.meaning(m) for m in other]
 
-    def take(self, prompt: list[int], sampled: list[int], logprobs: list[float], request: list[Message]) -> None:
-        grown = len(prompt) - len(self.ids)
-        self.ids = prompt + sampled
-        self.mask += [0] * grown + [1] * len(sampled)
-        self.logprobs += [0.0] * grown + logprobs
-        self.last_request, self.last_sampled = list(request), len(sampled)
-        self.sampled += len(sampled)
-
-
-def _check(session: Session, oracle: Oracle) -> None:
-    assert session.tokens.view.tolist() == oracle.ids
-    assert session.mask.view.tolist() == oracle.mask
-    assert session.logprobs.view.tolist() == oracle.logprobs
-    assert session.messages == oracle.history
-    assert session.sampled_tokens == oracle.sampled
-    if not oracle.ids:
-        return
-    sample = merge(session)
-    assert sample.tokens.tolist() == oracle.ids
-    assert sample.loss_mask.tolist() == oracle.mask
-    assert sample.logprobs.tolist() == oracle.logprobs
-    assert sample.sampled_tokens == oracle.sampled + oracle.lost
-    assert sample.prefix_break_tokens == oracle.dropped + oracle.lost
-    assert sample.truncated == oracle.cut
-    assert sum(oracle.mask) + oracle.dropped == oracle.sampled
-    spans = [i for start, end, _version in sample.version_spans for i in range(start, end)]
-    assert spans == [i for i, bit in enumerate(oracle.mask) if bit]
-
-
-def _refuses(session: Session, code: Refusal, call: Any) -> None:
-    before = state_of(session)
-    with pytest.raises(SessionRefusal) as caught:
-        call()
-    assert caught.value.code is code
-    assert state_of(session) == before
+    def place(self, messages: list[Message], tools: Any) -> tuple[Refusal | None, Node | None, Node | None]:
+        """(refusal, turn that is extended, turn that is repeated) for a request."""
+        head = self.nodes[-1] if self.nodes and self.linear else None
+        if head and head.cut:
+            return Refusal.CUT_TURN, None, None
+        if head and head.tools != tools:
+            return Refusal.TOOLS_CHANGED, None, None
+        found: list[tuple[int, bool, int, bool]] = []
+        for node in head.line() if head else self.nodes:
+            history = [*node.asked, node.reply]
+            if node.tools != tools:
+                continue
+            if len(messages) > len(history) and self.same(history, messages[: len(history)]):
+                found.append((len(history), not node.cut, node.number, False))
+            if self.same(node.asked, messages):
+                found.append((len(messages), True, node.number, True))
+        length, fine, number, repeats = max(found, default=(0, True, -1, False))
+        node = self.nodes[number] if found else None
+        appended = all(m.role in ("user", "tool") for m in messages[length:])
+        if head:
+            back = node is head if repeats else node is head or (node is not None and node is head.parent)
+            if not back or not appended:
+                return Refusal.BAD_HISTORY, None, None
+        if node is None or repeats:
+            return None, node.parent if node else None, node
+        if not fine:
+            return Refusal.CUT_TURN, None, None
+        return (None, node, None) if appended else (None, None, None)
 
 
 class RandomAgent:
-    """Draws one action after another and applies it to the session and to the oracle."""
+    """Makes one request after another and holds the session to the oracle.
 
-    def __init__(self, data: st.DataObject) -> None:
-        self.data = data
-        self.session = new_session(max_seq_len=MAX_SEQ_LEN)
-        self.oracle = Oracle()
+    Its choices come from one seed: drawing each from hypothesis takes longer than all they test.
+    """
 
-    def draw(self, strategy: st.SearchStrategy) -> Any:
-        return self.data.draw(strategy)
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.mode = self.random.choice(list(SessionMode))
+        self.loose = self.often(5)
+        self.moe = self.often(5)
+        self.session = new_session(
+            max_seq_len=MAX_SEQ_LEN,
+            mode=self.mode,
+            matcher="loose_tool_calls" if self.loose else "strict",
+            routing=SHAPE if self.moe else None,
+            expected_weight_version=None,
+        )
+        self.oracle = Oracle(self.mode is SessionMode.LINEAR, self.loose)
+        self.rows = np.random.default_rng(seed)
+
+    def often(self, tenths: int = 8) -> bool:
+        return self.random.randrange(10) < tenths
+
+    def text(self) -> str:
+        return self.random.choice(TEXTS)
+
+    # --- requests ---
+
+    def message(self) -> Message:
+        role = self.random.choice(["tool", "user"])
+        return Message(role, self.text(), tool_call_id="c" if role == "tool" and self.often(5) else None)
+
+    def spoken(self) -> Message:
+        calls = [ToolCall.make(f"c{i}", "bash", {"command": self.text()}) for i in range(self.random.randrange(3))]
+        return Message("assistant", self.text(), tuple(calls))
+
+    def opening(self) -> list[Message]:
+        system = [Message("system", "Use bash.")] if self.often() else []
+        earlier = [] if self.often(7) else [Message("user", "a"), self.spoken()]
+        return [*system, *earlier, Message("user", self.text())]
 
     def request(self) -> list[Message]:
-        if not self.oracle.history:
-            return [Message("system", "Use bash."), Message("user", self.draw(TEXT))]
-        roles = self.draw(st.lists(st.sampled_from(["tool", "user"]), min_size=1, max_size=2))
-        return [*self.oracle.history, *(Message(role, self.draw(TEXT)) for role in roles)]
+        """Mostly something a session takes: an extension of a turn or its request again; sometimes altered."""
+        nodes = self.oracle.nodes
+        if not nodes or (self.mode is SessionMode.TREE and not self.often()):
+            return self.opening()
+        node = nodes[-1] if self.often(7) else self.random.choice(nodes)
+        messages = list(node.asked)
+        if self.often():
+            messages.append(self.echo(node.reply))
+            messages += [self.message() for _ in range(self.random.randint(1, 2))]
+        elif self.often(4):
+            messages[-1] = self.message()
+        if not self.often():
+            self.alter(messages)
+        return messages
 
-    def engine(self, prepared: PreparedTurn) -> Completion:
-        """Any ids an engine may sample, special tokens and ids without text included."""
-        body = self.draw(st.lists(st.integers(0, 511).filter(lambda i: i != END), max_size=prepared.max_new_tokens))
-        shaped = self.draw(st.sampled_from(["any", "call", "done"]))
-        if shaped != "any":
-            text = "done" if shaped == "done" else "<tool_call>bash\nls</tool_call>"
-            body = _stock().encode(text, add_special_tokens=False).ids[: prepared.max_new_tokens]
-        cut = len(body) == prepared.max_new_tokens or (bool(body) and self.draw(st.integers(0, 9)) == 0)
-        ids = body if cut else [*body, END]
-        logprobs = np.array([-self.draw(st.floats(0, 20, width=32)) for _ in range(min(len(ids), 3))], dtype=np.float32)
-        padded = np.resize(logprobs, len(ids)).astype(np.float32)
-        reason = "length" if cut else "stop"
-        return Completion(np.array(ids, dtype=np.int32), padded, reason, ((0, len(ids), "run:0"),))
+    def echo(self, reply: Message) -> Message:
+        """The reply as a client may send it back: other call ids, arguments in another order."""
+        if not reply.tool_calls or self.often(7):
+            return reply
+        calls = []
+        for call in reply.tool_calls:
+            arguments = dict(reversed(list(json.loads(call.arguments).items())))
+            calls.append(ToolCall.make(call.id if self.often(5) else "toolu_1", call.name, arguments))
+        return replace(reply, tool_calls=tuple(calls))
 
-    def record(self, prepared: PreparedTurn, request: list[Message], new: list[Message], rollback: bool) -> None:
-        if rollback:
-            self.oracle.roll_back()
-            expected = list(self.oracle.ids)
-        else:
-            expected = self.oracle.expected_prompt(new)
-        assert prepared.input_ids.tolist() == expected
-        assert prepared.max_new_tokens == min(48, MAX_SEQ_LEN - len(expected))
-        answer = self.engine(prepared)
-        turn = self.session.commit(prepared, answer)
-        self.oracle.take(expected, answer.output_ids.tolist(), answer.logprobs.tolist(), request)
-        self.oracle.history = [*request, turn.reply]
-        self.oracle.cut = answer.finish_reason == "length"
-
-    def extend(self) -> None:
-        request = self.request()
-        new = request[len(self.oracle.history) :]
-        if self.oracle.cut:
-            _refuses(self.session, Refusal.CUT_TURN, lambda: self.session.prepare(tuple(request), BASH))
-        elif len(self.oracle.expected_prompt(new)) >= MAX_SEQ_LEN:
-            _refuses(self.session, Refusal.LENGTH, lambda: self.session.prepare(tuple(request), BASH))
-        else:
-            self.record(self.session.prepare(tuple(request), BASH), request, new, rollback=False)
-
-    def resend(self) -> None:
-        if self.oracle.history and not self.oracle.cut:
-            request = list(self.oracle.last_request)
-            self.record(self.session.prepare(tuple(request), BASH), request, [], rollback=True)
-
-    def diverge(self) -> None:
-        if not self.oracle.history or self.oracle.cut:
-            return
-        request = self.request()
-        where = self.draw(st.integers(0, len(self.oracle.history) - 1))
-        how = self.draw(st.sampled_from(["content", "call", "drop", "repeat"]))
-        old = request[where]
+    def alter(self, messages: list[Message]) -> None:
+        where = self.random.randrange(len(messages))
+        how = self.random.choice(["content", "call", "drop", "insert"])
         if how == "content":
-            request[where] = Message(old.role, old.content + "!", old.tool_calls, old.tool_call_id)
-        elif how == "call":
+            messages[where] = replace(messages[where], content=messages[where].content + "!")
+        elif how == "call" and messages[where].role == "assistant":
             call = ToolCall.make("call_x", "bash", {"command": "rm"})
-            request[where] = Message("assistant", old.content, (*old.tool_calls, call))
-        elif how == "drop":
-            del request[where:-1]
+            messages[where] = replace(messages[where], tool_calls=(*messages[where].tool_calls, call))
+        elif how == "drop" and 0 < where < len(messages) - 1:
+            del messages[where]
+        elif how == "insert":
+            messages.insert(max(where, 1), self.spoken())
+            if messages[-1].role == "assistant":
+                messages.append(self.message())
+
+    # --- answers ---
+
+    def engine(self, prepared: PreparedTurn) -> tuple[Completion, list[Any]]:
+        """Any ids an engine may sample, special tokens and ids without text included; and its rows as lists."""
+        limit = prepared.max_new_tokens
+        body = [
+            self.random.choice([*range(END), *range(END + 1, 512)]) for _ in range(min(limit, self.random.randrange(7)))
+        ]
+        if self.often(7):
+            text = self.random.choice(
+                ["done", "ok", "<tool_call>bash\nls</tool_call>", "x<tool_call>bash\nls</tool_call>"]
+            )
+            body = _stock().encode(text, add_special_tokens=False).ids[:limit]
+        cut = len(body) == limit or (bool(body) and not self.often(9))
+        ids = body if cut else [*body, END]
+        logprobs = [-self.random.randrange(40) / 4 for _ in ids]
+        split = 0 if self.often() else self.random.randrange(len(ids))
+        spans = [(0, split, VERSIONS[0]), (split, len(ids), VERSIONS[1])][0 if split else 1 :]
+        rows: list[Any] = []
+        if self.moe:
+            total = len(prepared.input_ids) + len(ids) - 1 - (prepared.routing_from or 0)
+            rows = self.rows.integers(0, SHAPE.experts, (total, SHAPE.layers, SHAPE.top_k)).tolist()
+        return (
+            Completion(
+                output_ids=np.array(ids, dtype=np.int32),
+                logprobs=np.array(logprobs, dtype=np.float32),
+                finish_reason="length" if cut else "stop",
+                spans=tuple(spans),
+                cached_tokens=self.random.randint(0, len(prepared.input_ids)),
+                routing=np.array(rows, dtype=np.uint8) if self.moe else None,
+                retractions=0 if self.often() else 1,
+            ),
+            rows,
+        )
+
+    # --- one request ---
+
+    def step(self) -> None:
+        messages = self.request()
+        tools, schemas = (BASH, [BASH_SCHEMA]) if self.often(9) else (TOOLS, [BASH_SCHEMA, EDIT_SCHEMA])
+        if self.mode is SessionMode.TREE or self.often(7):
+            asked = self.session.read([to_raw(message) for message in messages], orjson.dumps(schemas))
+            assert [self.oracle.meaning(m) for m in asked.messages] == [self.oracle.meaning(m) for m in messages]
         else:
-            request.insert(where, Message("assistant", "never said"))
-        _refuses(self.session, Refusal.BAD_HISTORY, lambda: self.session.prepare(tuple(request), BASH))
-
-    def change_tools(self) -> None:
-        if self.oracle.history:
-            request = tuple(self.request())
-            tools = self.draw(st.sampled_from([(), TOOLS]))
-            _refuses(self.session, Refusal.TOOLS_CHANGED, lambda: self.session.prepare(request, tools))
-
-    def race(self) -> None:
-        request = self.request()
-        new = request[len(self.oracle.history) :]
-        if self.oracle.cut or len(self.oracle.expected_prompt(new)) >= MAX_SEQ_LEN:
+            asked = request(messages, tools)
+        refusal, base, repeats = self.oracle.place(messages, tools)
+        if refusal is not None:
+            cut = refusal is Refusal.CUT_TURN
+            self.oracle.refused_after_cut += cut
+            refused(self.session, refusal, ".", lambda: self.session.prepare(asked), requests_after_cut=int(cut))
             return
-        winner, loser = (self.session.prepare(tuple(request), BASH) for _ in range(2))
-        self.record(winner, request, new, rollback=False)
-        late = self.engine(loser)
-        _refuses(self.session, Refusal.LOST_RACE, lambda: self.session.commit(loser, late))
-        self.oracle.lost += len(late.output_ids)
-
-    def lose_upstream(self) -> None:
-        request = self.request()
-        new = request[len(self.oracle.history) :]
-        if self.oracle.cut or len(self.oracle.expected_prompt(new)) >= MAX_SEQ_LEN:
+        stored = [*base.asked, base.reply] if base else []
+        full = [*stored, *messages[len(stored) :]] if repeats is None else repeats.asked
+        sent = [*base.context] if base else prompt_ids(full, tools)
+        if base:
+            sent += [i for m in full[len(stored) :] for i in message_ids(m)] + [START, *text_ids("assistant\n")]
+        if len(sent) >= MAX_SEQ_LEN:
+            refused(self.session, Refusal.LENGTH, ".", lambda: self.session.prepare(asked))
             return
-        prepared = self.session.prepare(tuple(request), BASH)
-        good = self.engine(prepared)
-        if self.draw(st.booleans()):
-            spans = ((0, len(good.output_ids), "run:9"),)
-            wrong = Completion(good.output_ids, good.logprobs, good.finish_reason, spans)
-            _refuses(self.session, Refusal.WRONG_VERSION, lambda: self.session.commit(prepared, wrong))
-        else:
-            wrong = Completion(good.output_ids, good.logprobs, "abort", good.spans)
-            _refuses(self.session, Refusal.BAD_UPSTREAM, lambda: self.session.commit(prepared, wrong))
+        prepared = self.session.prepare(asked)
+        assert prepared.input_ids.tolist() == sent
+        assert prepared.max_new_tokens == min(MAX_NEW, MAX_SEQ_LEN - len(sent))
+        assert prepared.routing_from == ((max(len(base.context) - 1, 0) if base else 0) if self.moe else None)
+        assert [self.oracle.meaning(m) for m in prepared.plan.messages] == [self.oracle.meaning(m) for m in full]
+        self.answer(prepared, full, base, tools)
+        if not self.often():
+            self.race(prepared, full, base, tools)
+
+    def answer(self, prepared: PreparedTurn, full: list[Message], base: Node | None, tools: Any) -> None:
+        good, rows = self.engine(prepared)
+        if not self.often(9):
+            bad = replace(good, finish_reason="abort")
+            refused(self.session, Refusal.BAD_UPSTREAM, ".", lambda: self.session.commit(prepared, bad))
+        if self.moe and not self.often(9):
+            short = replace(good, routing=None if good.routing is None else good.routing[1:])
+            refused(self.session, Refusal.BAD_ROUTING, ".", lambda: self.session.commit(prepared, short))
+        turn = self.session.commit(prepared, good)
+        self.take(prepared, good, rows, turn.reply, full, base, tools)
+
+    def race(self, prepared: PreparedTurn, full: list[Message], base: Node | None, tools: Any) -> None:
+        """The same request was on its way a second time."""
+        late, rows = self.engine(prepared)
+        if self.mode is SessionMode.TREE:
+            self.take(prepared, late, rows, self.session.commit(prepared, late).reply, full, base, tools)
+            return
+        lost = len(late.output_ids)
+        cut = self.oracle.nodes[-1].cut
+        name = "after_truncation_tokens" if cut else "duplicate_tokens"
+        self.oracle.after_cut += lost if cut else 0
+        self.oracle.duplicate += 0 if cut else lost
+        counted = {name: lost, "sampled_tokens": lost}
+        refused(self.session, Refusal.LOST_RACE, ".", lambda: self.session.commit(prepared, late), **counted)
+
+    def take(
+        self,
+        prepared: PreparedTurn,
+        answer: Completion,
+        rows: list[Any],
+        reply: Message,
+        full: list[Message],
+        base: Node | None,
+        tools: Any,
+    ) -> None:
+        sent, sampled = prepared.input_ids.tolist(), answer.output_ids.tolist()
+        held = base.logprobs if base else []
+        spans = [(a + len(sent), b + len(sent), version) for a, b, version in answer.spans]
+        written = [1] * (len(sampled) - 1)
+        if answer.retractions and len(spans) > 1:
+            written = [2 if len(sent) + i < spans[-1][0] else 1 for i in range(len(written))]
+        elif answer.retractions:
+            written = [3] * len(written)
+        forward = list(base.forward) if base else []
+        self.oracle.nodes.append(
+            Node(
+                number=len(self.oracle.nodes),
+                parent=base,
+                asked=full,
+                reply=reply,
+                tools=tools,
+                context=sent + sampled,
+                prompt=len(sent),
+                logprobs=held + [0.0] * (len(sent) - len(held)) + answer.logprobs.tolist(),
+                rows=(base.rows if base else []) + rows,
+                forward=forward + [0] * (len(sent) - len(forward)) + written,
+                spans=spans,
+                cut=answer.finish_reason == "length",
+            )
+        )
+
+    # --- samples ---
+
+    def check(self) -> None:
+        oracle, session = self.oracle, self.session
+        assert [turn.ids.tolist() for turn in session.turns] == [
+            node.context[len(node.parent.context) if node.parent else 0 :] for node in oracle.nodes
+        ]
+        assert session.requests_after_cut == oracle.refused_after_cut
+        total = sum(node.sampled for node in oracle.nodes) + oracle.duplicate + oracle.after_cut
+        assert session.sampled_tokens == total
+        if not oracle.nodes:
+            return
+        parents = [node.parent for node in oracle.nodes]
+        leaves = [node for node in oracle.nodes if node not in parents]
+        latest = {id(leaf.line()[0]): leaf for leaf in leaves}
+        picked = {
+            Pick.LAST: [oracle.nodes[-1]],
+            Pick.ROOTS: [leaf for leaf in leaves if leaf in latest.values()],
+            Pick.ALL: leaves,
+        }
+        for pick, kept in picked.items():
+            if self.mode is SessionMode.LINEAR:
+                kept = [oracle.nodes[-1]]
+            samples = merge(snapshot(session), pick)
+            self.check_samples(samples, kept, total)
+
+    def check_samples(self, samples: Sequence[MergedSample], kept: list[Node], total: int) -> None:
+        assert len(samples) == len(kept)
+        trained: list[Node] = []
+        for sample, leaf in zip(samples, kept, strict=True):
+            mine = [node for node in leaf.line() if node not in trained]
+            trained += mine
+            mask = [0] * len(leaf.context)
+            for node in mine:
+                mask[node.prompt : len(node.context)] = [1] * node.sampled
+            assert sample.tokens.tolist() == leaf.context
+            assert sample.loss_mask.tolist() == mask
+            assert sample.logprobs.tolist() == [p * m for p, m in zip(leaf.logprobs, mask, strict=True)]
+            assert sample.version_spans == [span for node in mine for span in node.spans]
+            assert (sample.truncated, sample.turns) == (leaf.cut, len(leaf.line()))
+            assert (sample.routing is None) == (sample.row_forward is None) == (not self.moe)
+            if sample.routing is not None and sample.row_forward is not None:
+                assert sample.routing.tolist() == leaf.rows
+                assert sample.row_forward.tolist() == leaf.forward
+        dropped = sum(node.sampled for node in self.oracle.nodes if node not in trained)
+        assert samples[0].prefix_break_tokens == dropped
+        assert samples[0].duplicate_tokens == self.oracle.duplicate
+        assert samples[0].after_truncation_tokens == self.oracle.after_cut
+        counts = [LeafCounts.of(sample).check("k") for sample in samples]
+        assert sum(leaf.sampled_tokens for leaf in counts) == total
+        buckets = [(leaf.trainable, leaf.prefix_break, leaf.duplicate, leaf.after_truncation) for leaf in counts]
+        assert sum(map(sum, buckets)) == total
+        self.check_travel(samples, counts)
+
+    def check_travel(self, samples: Sequence[MergedSample], counts: list[LeafCounts]) -> None:
+        data = encode_samples(samples)
+        back = decode_samples(data, "k")
+        for one, other in zip(samples, back, strict=True):
+            wire, found = one.to_wire(), other.to_wire()
+            assert wire.keys() == found.keys()
+            assert all(np.array_equal(wire[name], found[name]) for name in wire)
+        assert [LeafCounts.of(sample) for sample in back] == counts
+        ref = SampleRef("k/x.msgpack", "0" * 64, len(data), tuple(counts))
+        assert SampleRef.from_wire(unpack(pack(ref.to_wire()), "k"), "k") == ref
 
 
-ACTIONS = ["extend", "extend", "extend", "resend", "diverge", "change_tools", "race", "lose_upstream"]
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 60), st.integers(1, 12))
+def test_a_session_does_what_the_oracle_does(seed: int, requests: int) -> None:
+    agent = RandomAgent(seed)
+    for _ in range(requests):
+        agent.step()
+    agent.check()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_session_holds_what_the_oracle_holds(data: st.DataObject) -> None:
-    agent = RandomAgent(data)
-    for name in data.draw(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=9)):
-        getattr(agent, name)()
-        _check(agent.session, agent.oracle)
+# --- whatever arrives is read or refused ---
 
 
-CALLS = st.lists(TEXT, max_size=2).map(
-    lambda texts: tuple(ToolCall.make(f"c{i}", "bash", {"command": text}) for i, text in enumerate(texts))
-)
-ASSISTANT = st.builds(lambda content, calls: Message("assistant", content, calls), TEXT, CALLS)
-OTHER = st.builds(Message, st.sampled_from(["user", "tool"]), TEXT)
-ROUNDS = st.lists(st.tuples(ASSISTANT, st.lists(OTHER, min_size=1, max_size=2)), min_size=1, max_size=3)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.booleans(), ROUNDS, TEXT)
-def test_rendering_is_append_only(system: bool, rounds: list, first: str) -> None:
-    messages: tuple[Message, ...] = (Message("user", first),)
-    if system:
-        messages = (Message("system", first), *messages)
-    rendered = template().render_prompt(messages, BASH).tolist()
-    for assistant, others in rounds:
-        spoken = template().render_conversation((*messages, assistant), BASH).tolist()
-        messages = (*messages, assistant, *others)
-        longer = template().render_prompt(messages, BASH).tolist()
-        assert spoken[: len(rendered)] == rendered
-        assert longer[: len(spoken)] == spoken
-        assert longer[len(spoken) :] == template().render_delta(END, tuple(others)).tolist()
-        rendered = longer
-
-
-@settings(max_examples=80, deadline=None)
-@given(ASSISTANT)
-def test_parsing_what_was_rendered_gives_it_back(message: Message) -> None:
-    before = template().render_prompt((Message("user", "x"),), BASH).tolist()
-    ids = template().render_conversation((Message("user", "x"), message), BASH).tolist()[len(before) :]
-    turn = template().parse_assistant(ids, BASH)
-    assert (turn.content, turn.format_errors) == (message.content, 0)
-    assert [call.arguments for call in turn.tool_calls] == [orjson.loads(call.arguments) for call in message.tool_calls]
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.integers(0, 511), max_size=40))
-def test_any_sampled_ids_parse(ids: list[int]) -> None:
-    turn = template().parse_assistant(ids, TOOLS)
-    assert turn.format_errors == 0 or turn.tool_calls == ()
+def code_of(call: Callable[[], Any]) -> Refusal | None:
+    """Why a call is refused; None when it is not. Anything else it raises fails the test."""
+    try:
+        call()
+    except SessionRefusal as error:
+        return error.code
+    return None
 
 
 KEYS = ["role", "content", "tool_calls", "tool_call_id", "function", "name", "arguments", "type", "text", "id"]
+KEYS += ["reasoning_content", "parameters", "properties", "required"]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda c: st.lists(c, max_size=3) | st.dictionaries(st.sampled_from(KEYS), c, max_size=4),
     max_leaves=12,
 )
 NEARLY = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool"])},
-    optional={"content": JSON, "tool_calls": JSON, "tool_call_id": JSON, "name": JSON},
+    optional={"content": JSON, "tool_calls": JSON, "tool_call_id": JSON, "name": JSON, "reasoning_content": JSON},
 )
+NEARLY_A_TOOL = st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": st.text(max_size=3)})}) | JSON
 
 
-@settings(max_examples=150, deadline=None)
-@given(JSON | st.lists(JSON | NEARLY, max_size=4))
-def test_any_json_is_messages_or_a_refusal(raw: Any) -> None:
-    code = None
-    try:
-        messages = parse_messages(raw)
-    except SessionRefusal as refused:
-        code = refused.code
-    else:
+@settings(max_examples=80, deadline=None)
+@given(st.lists(JSON | NEARLY, max_size=4))
+def test_any_json_is_messages_or_a_refusal(raws: list[Any]) -> None:
+
+    def read() -> tuple[Message, ...]:
+        messages = tuple(m for i, raw in enumerate(raws) for m in openai_message(raw, f"messages[{i}]"))
+        check_sequence(messages)
+        return messages
+
+    code = code_of(read)
+    assert code in (None, Refusal.BAD_BODY)
+    if code is None:
+        messages = read()
         assert messages[-1].role in ("user", "tool")
         template().render_prompt(messages, BASH)
+        again = tuple(m for raw in map(to_raw, messages) for m in openai_message(orjson.loads(raw), "again"))
+        assert [replace(m, reasoning=None) for m in messages] == list(again)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.binary(max_size=12), st.binary(max_size=12) | st.none())
+def test_any_bytes_are_a_request_or_a_refusal(raw: bytes, tools: bytes | None) -> None:
+    assert code_of(lambda: new_session().read([raw], tools)) in (None, Refusal.BAD_BODY)
+
+
+@settings(max_examples=80, deadline=None)
+@given(JSON | st.lists(NEARLY_A_TOOL, max_size=3))
+def test_any_json_is_tools_or_a_refusal(raw: Any) -> None:
+    code = code_of(lambda: parse_tools(raw))
     assert code in (None, Refusal.BAD_BODY)
+    if code is None:
+        tools = parse_tools(raw)
+        assert parse_tools([tool.to_template() for tool in tools]) == tools
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.binary(max_size=60) | st.text(max_size=60), st.integers(0, 3))
+def test_any_bytes_are_rows_or_a_refusal(data: Any, rows: int) -> None:
+    code = code_of(lambda: decode_rows(data, SHAPE, rows))
+    assert code in (None, Refusal.BAD_ROUTING)
+    if code is None:
+        assert decode_rows(data, SHAPE, rows).shape == (rows, SHAPE.layers, SHAPE.top_k)
+
+
+@functools.cache
+def _object() -> bytes:
+    mask = np.array([0, 1, 1, 0, 1], np.uint8)
+    sample = MergedSample(
+        *("a", "g", "t", "s"),
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=-mask.astype(np.float32),
+        version_spans=[(1, 3, "v"), (4, 5, "v")],
+        sampled_tokens=3,
+        after_truncation_tokens=0,
+        prefix_break_tokens=0,
+        truncated=False,
+        turns=2,
+        routing_pieces=(np.ones((4, 2, 2), np.uint8),),
+        row_forward=np.ones(4, np.uint8),
+    )
+    return encode_samples((sample.check("k"),))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=3), st.integers(-8, 8))
+def test_a_damaged_object_is_read_whole_or_refused(flips: list[tuple[int, int]], resize: int) -> None:
+    data = bytearray(_object())
+    for where, value in flips:
+        data[where % len(data)] = value
+    damaged = bytes(data[: len(data) + resize] if resize < 0 else data + bytes(resize))
+    try:
+        samples = decode_samples(damaged, "k")
+    except CorruptObject as error:
+        told = str(error)
+    else:
+        told = "object k: whole"
+        for sample in samples:
+            LeafCounts.of(sample.check("k")).check("k")
+    assert told.startswith("object k: ") and "\n" not in told
