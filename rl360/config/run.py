@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rl360.errors import BadInput
+from rl360.objective.presets import PRESETS
 from rl360.store.layout import RUN_PATTERN
 
 OPERATIONAL: dict[str, Any] = {"operational": True}
@@ -120,19 +121,129 @@ class DeadlinesConfig(_Section):
         return self
 
 
-class ObjectiveConfig(_Section):
-    """Filter, baseline and loss. Defaults: GRPO without std normalisation, asymmetric clip, truncated weights."""
+# Named by published recipes; the formulas are in rl360.objective, the models they need are not in the trainer.
+_NOT_WIRED = {
+    "gae": "gae needs a critic, and the trainer trains none; rl360.objective.gae has the formula",
+    "kept": "kept needs a copy of the policy from before the step, and the trainer holds none",
+}
 
-    estimator: Literal["grpo"] = "grpo"
-    normalize_std: bool = Field(False, description="divide advantages by the group's standard deviation")
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.28, ge=0)
-    tis_cap: float | None = Field(2.0, gt=0, description="cap of the truncated importance weight; null: off")
+
+class ObjectiveConfig(_Section):
+    """Filter, baseline and loss (docs/objective.md). A preset gives values to the fields that are left out."""
+
+    preset: Literal[
+        "rl360",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gspo",
+        "cispo",
+        "icepop",
+        "mis",
+        "mis_geometric",
+    ] = Field("rl360", description="published recipe whose values fill the fields that are left out")
+    estimator: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        "grpo", description="baseline of a reward: its group's mean, the group's others, the step, group then step"
+    )
+    normalize_std: bool = Field(False, description="divide grpo advantages by the group's standard deviation")
+    disagreement_rtol: float = Field(1e-6, ge=0, description="rewards this close (relative) count as equal")
+    loss: Literal["ppo", "gspo", "cispo"] = Field(
+        "ppo", description="clipped ratio of a token, clipped ratio of a sequence, or clipped detached weight"
+    )
     old_policy: Literal["recomputed", "rollout"] = Field(
         "recomputed", description="whose log-probs the ratio is taken against"
     )
-    reduction: Literal["token_mean"] = "token_mean"
-    disagreement_rtol: float = Field(1e-6, ge=0, description="rewards this close (relative) count as equal")
+    clip_low: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below 1 - this")
+    clip_high: float = Field(0.28, ge=0, description="the ratio is clipped above 1 + this")
+    dual_clip: float | None = Field(None, gt=1, description="ratio at which a bad token's loss stops; null: off")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    correction: Literal["off", "truncate", "clip", "mask"] = Field(
+        "truncate", description="what bounds do to the importance weight trainer / engine; off: no weight"
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="weight of a token, product over its sequence, geometric mean over its sequence"
+    )
+    correction_low: float | None = Field(None, ge=0, description="lower bound of the weight, for clip and mask")
+    correction_high: float = Field(2.0, gt=0, description="upper bound of the weight")
+    veto: float | None = Field(
+        None, gt=0, lt=1, description="a token with trainer / engine below this drops its sequence; null: off"
+    )
+    off_policy_delta: float | None = Field(
+        None, gt=0, description="drop bad sequences whose mean log(engine / trainer) is above this; null: off"
+    )
+    reduction: Literal["token_mean", "sample_mean", "constant"] = Field(
+        "token_mean", description="what counts equally in the loss: tokens, attempts, or tokens by a fixed divisor"
+    )
+    reduction_constant: float | None = Field(
+        None, gt=0, description="divisor of constant; null: planned attempts x rollout.max_seq_len"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, given: Any) -> Any:
+        name = given.get("preset") if isinstance(given, dict) else None
+        return {**PRESETS[name], **given} if isinstance(name, str) and name in PRESETS else given
+
+    @field_validator("estimator", "old_policy", mode="before")
+    @classmethod
+    def _wired(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in _NOT_WIRED:
+            raise ValueError(_NOT_WIRED[value])
+        return value
+
+    @model_validator(mode="after")
+    def _sense(self) -> ObjectiveConfig:
+        """Refuses what would do nothing, or the same thing twice."""
+        recomputed, low = self.old_policy == "recomputed", self.correction_low
+        off, bounded_below = self.correction == "off", self.correction in ("clip", "mask")
+        one = "with one optimizer step a batch the ratio to a recomputed policy is 1"
+        default = {name: info.default for name, info in type(self).model_fields.items()}
+        recipe = {name for name, value in PRESETS[self.preset].items() if value != default[name]}
+        rules = (
+            (
+                bool(recipe) and all(getattr(self, name) == default[name] for name in recipe),
+                f"preset {self.preset} says nothing, for all it sets is given as by default: leave out "
+                + ", ".join(sorted(recipe)),
+            ),
+            (
+                not recomputed and not off,
+                f"correction {self.correction} with old_policy rollout corrects twice: its ratio is trainer / engine",
+            ),
+            (self.loss != "ppo" and recomputed, f"loss {self.loss} needs old_policy rollout: {one}, nothing to clip"),
+            (self.dual_clip is not None and recomputed, f"dual_clip needs old_policy rollout: {one}, never reached"),
+            (self.dual_clip is not None and self.loss != "ppo", f"dual_clip belongs to loss ppo, not {self.loss}"),
+            (
+                off
+                and any(
+                    getattr(self, f"correction_{end}") != default[f"correction_{end}"] for end in ("level", "high")
+                ),
+                "correction_level and correction_high say nothing with correction off",
+            ),
+            (
+                low is not None and not bounded_below,
+                f"correction_low says nothing with correction {self.correction}; it belongs to clip and mask",
+            ),
+            (self.correction == "clip" and low is None, "correction clip needs correction_low"),
+            (
+                low is not None and low >= self.correction_high,
+                f"correction_low {low} is not below correction_high {self.correction_high}",
+            ),
+            (
+                self.normalize_std and self.estimator != "grpo",
+                f"normalize_std belongs to estimator grpo; {self.estimator} has its own scale",
+            ),
+            (
+                self.reduction_constant is not None and self.reduction != "constant",
+                f"reduction_constant says nothing with reduction {self.reduction}",
+            ),
+        )
+        for broken, why in rules:
+            if broken:
+                raise ValueError(why)
+        return self
 
 
 class TrainerConfig(_Section):
@@ -189,6 +300,12 @@ class RunConfig(_Section):
                 "lower the one or raise the other"
             )
         return self
+
+    @property
+    def loss_constant(self) -> float:
+        """Divisor of the reduction `constant`: the tokens that the planned attempts of a step could hold, or as set."""
+        planned = self.taskset.groups_per_step * self.taskset.attempts_per_group
+        return self.objective.reduction_constant or float(planned * self.rollout.max_seq_len)
 
     def to_json(self) -> bytes:
         """Canonical bytes: sorted keys, what `config.json` holds."""

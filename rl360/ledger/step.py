@@ -37,7 +37,7 @@ class AttemptRow:
     tokens: sampled tokens by bucket, sums to `sampled_tokens`; context: ids under no loss mask, by prompt (before a
     sample's first trained id) and observation (after it).
     forwards: what the engine did for it, by `FORWARD_COUNTS`, zero counts left out.
-    token_weight: the loss weight of each of its trained tokens (1 / trained tokens of the step), None when it trains
+    token_weight: the loss weight of each of its trained tokens (rl360.objective.reductions), None when it trains
     nothing; `loss_weight` is their sum. agent_tokens: what the engine's replies to the agent added up to, None when
     the attempt reported none.
     """
@@ -87,6 +87,7 @@ class TrainReport:
     loss_weight_sum: float
     clip_fraction: float | None = None
     tis_mean: float | None = None
+    masked_fraction: float | None = None
     mean_abs_dlogp: float | None = None
     entropy: float | None = None
     weights_digest: str = ""
@@ -204,9 +205,7 @@ def build_step_ledger(
     reported = TrainReport.from_result(train)
     if reported.status == REFUSED:
         by_id = {attempt_id: _refused(decision) for attempt_id, decision in by_id.items()}
-    trained_tokens = sum(decision.tokens.get(Bucket.TRAINED, 0) for decision in by_id.values())
-    weight = 1.0 / trained_tokens if trained_tokens else 0.0
-    rows = [_row(record, by_id[record.attempt_id], weight) for record in attempts]
+    rows = [_row(record, by_id[record.attempt_id]) for record in attempts]
     ledger = StepLedger(
         run=run,
         step=step,
@@ -231,12 +230,13 @@ def _refused(decision: Decision) -> Decision:
         decision,
         bucket=Bucket.NONFINITE,
         advantage=None,
+        token_weight=None,
         leaves=tuple(booked(bucket) for bucket in decision.leaves),
         tokens={booked(bucket): count for bucket, count in decision.tokens.items()},
     )
 
 
-def _row(record: AttemptRecord, decision: Decision, weight: float) -> AttemptRow:
+def _row(record: AttemptRecord, decision: Decision) -> AttemptRow:
     reward = None if record.verdict is None else record.verdict.reward
     if (record.outcome, record.group_id, reward) != (decision.outcome, decision.group_id, decision.reward):
         raise LedgerBroken(
@@ -266,8 +266,8 @@ def _row(record: AttemptRecord, decision: Decision, weight: float) -> AttemptRow
         context=_context_tokens(leaves),
         forwards={name: count for name in FORWARD_COUNTS if (count := sum(getattr(leaf, name) for leaf in leaves))},
         agent_tokens=None if reported is None else int(reported),
-        token_weight=weight if trained else None,
-        loss_weight=trained * weight,
+        token_weight=decision.token_weight,
+        loss_weight=trained * (decision.token_weight or 0.0),
         leaves=decision.leaves,
         truncated=record.outcome is Outcome.TRUNCATED or any(leaf.truncated for leaf in leaves),
         turns=sum(leaf.turns for leaf in leaves),

@@ -1,4 +1,5 @@
-"""What a step optimises: filters, advantages, losses. Pure functions: no I/O, no services, no torch.distributed.
+"""What a step optimises: filters, advantages, reductions, losses. Pure functions: no I/O, no services, no
+torch.distributed. docs/objective.md has every formula, its source and its config field.
 
-`filters` and `advantages` need numpy only; `losses` is the one module here that imports torch.
+`filters`, `advantages`, `gae`, `reductions` and `presets` need numpy at most; `losses`, `corrections` and `kl` torch.
 """

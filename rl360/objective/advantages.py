@@ -1,10 +1,24 @@
-"""Group-relative advantages: reward minus the mean reward of the group's valid attempts.
+"""Advantages of attempts from their rewards: one number an attempt, whatever became of its tokens.
 
-Source: GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2), without its division by the group's standard deviation,
-which weighs groups by how lopsided they are (Dr. GRPO, arXiv 2503.20783, section 3.1). The division is a switch.
+Groups are told apart by id, never by position, and an attempt counts once, however many samples it became. Only
+attempts with a verdict may be passed in: one without has no reward, so it has no place in a mean.
+Sums run in the order of (scope, attempt id), so the result is bitwise the same whatever order attempts arrived in.
 
-Only attempts with a verdict may be passed in: an attempt without one has no reward, so it has no place in a mean.
-Sums run in the order of (group, attempt id), so the result is bitwise the same whatever order attempts arrived in.
+Formulas (r reward, k attempts of a group, means and population deviations over the scope named):
+
+    grpo                   r - mean(group)                     DeepSeekMath, arXiv 2402.03300, section 4.1.2,
+                                                               without its division by the deviation of the group, which
+                                                               weighs groups by how lopsided they are: Dr. GRPO,
+                                                               arXiv 2503.20783, sections 3.1 and 3.2
+      with normalize_std   (r - mean(group)) / std(group)      DeepSeekMath, same section
+    rloo                   r - mean(the group's others)        RLOO, arXiv 2402.14740; Kool et al., "Buy 4 REINFORCE
+                                                               Samples, Get a Baseline for Free!", 2019
+    reinforce_pp           (r - mean(step)) / std(step)        REINFORCE++, arXiv 2501.03262, global normalisation
+    reinforce_pp_baseline  c / std(step) of c,                 same paper, "w/ baseline"; the mean of c over the step,
+                           c = r - mean(group)                 which the paper subtracts too, is 0
+
+Deviations are divided by after adding 1e-6. A group of one has nothing to compare with: its advantage is 0 in all but
+`reinforce_pp`.
 """
 
 from __future__ import annotations
@@ -16,6 +30,13 @@ import numpy as np
 from rl360.errors import BadInput
 
 STD_EPS = 1e-6
+ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+_STEP = "step"
+
+
+def scopes(estimator: str, group_ids: Sequence[str]) -> list[str]:
+    """For each attempt the id shared by those its baseline is the mean of: its group's, or one for the whole step."""
+    return [_STEP] * len(group_ids) if estimator == "reinforce_pp" else list(group_ids)
 
 
 def group_index(group_ids: Sequence[str]) -> tuple[list[str], np.ndarray]:
@@ -24,15 +45,21 @@ def group_index(group_ids: Sequence[str]) -> tuple[list[str], np.ndarray]:
     return [str(name) for name in names], index.astype(np.int64)
 
 
-def group_advantages(
-    rewards: np.ndarray, group_ids: Sequence[str], attempt_ids: Sequence[str], *, normalize_std: bool = False
+def attempt_advantages(
+    rewards: np.ndarray,
+    group_ids: Sequence[str],
+    attempt_ids: Sequence[str],
+    *,
+    estimator: str = "grpo",
+    normalize_std: bool = False,
 ) -> np.ndarray:
     """Advantage of each valid attempt, float64 `[attempts]`, in the order given.
 
-    rewards: float64 `[attempts]`, finite, one per valid attempt. With `normalize_std` the difference is divided by the
-    group's population standard deviation + 1e-6 (GRPO's own form).
+    rewards: float64 `[attempts]`, finite, one per valid attempt. `normalize_std` concerns `grpo` alone.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
+    if estimator not in ESTIMATORS:
+        raise BadInput(f"estimator {estimator!r} is none of {', '.join(ESTIMATORS)}")
     if not len(rewards) == len(group_ids) == len(attempt_ids):
         raise BadInput(
             f"{len(rewards)} rewards, {len(group_ids)} group ids, {len(attempt_ids)} attempt ids: must match"
@@ -42,16 +69,27 @@ def group_advantages(
     if not np.isfinite(rewards).all():
         bad = attempt_ids[int(np.flatnonzero(~np.isfinite(rewards))[0])]
         raise BadInput(f"attempt {bad}: reward is not finite; a verdict must hold a finite number")
-    _, index = group_index(group_ids)
+    _, index = group_index(scopes(estimator, group_ids))
     order = np.lexsort((np.asarray(attempt_ids, dtype=object).astype(str), index))
-    ordered, ordered_index = rewards[order], index[order]
-    count = np.bincount(ordered_index)
-    # bincount adds one after the other, so a group's sum depends on that group alone (no pairwise blocking).
-    mean = np.bincount(ordered_index, weights=ordered) / count
-    centred = ordered - mean[ordered_index]
-    if normalize_std:
-        variance = np.bincount(ordered_index, weights=centred * centred) / count
-        centred = centred / (np.sqrt(variance)[ordered_index] + STD_EPS)
+    ordered, scope = rewards[order], index[order]
+    count = np.bincount(scope)
+    centred = ordered - _means(ordered, scope)
+    if estimator == "rloo":
+        centred *= (count / np.maximum(count - 1, 1))[scope]
+    elif estimator != "grpo":
+        centred /= _deviations(centred, np.zeros_like(scope)) + STD_EPS
+    elif normalize_std:
+        centred /= _deviations(centred, scope) + STD_EPS
     advantages = np.empty_like(centred)
     advantages[order] = centred
     return advantages
+
+
+def _means(values: np.ndarray, scope: np.ndarray) -> np.ndarray:
+    """The mean of each value's scope. bincount adds one after the other, so a scope's sum depends on it alone."""
+    return (np.bincount(scope, weights=values) / np.bincount(scope))[scope]
+
+
+def _deviations(centred: np.ndarray, scope: np.ndarray) -> np.ndarray:
+    """The population deviation of each value's scope."""
+    return np.sqrt(_means(centred * centred, scope))

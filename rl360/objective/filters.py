@@ -8,14 +8,15 @@ the decision's token counts sum to what the attempt sampled. Rules, first match 
     sampled under another version, or with      stale               (same)
     other parameters than the run's
     more tokens than `max_seq_len`              over_length         (same)
-    fewer than two verdicts in the group        insufficient_valid
-    all verdicts of the group agree             zero_disagreement
+    fewer than two verdicts in the scope        insufficient_valid
+    all verdicts of the scope agree             zero_disagreement
     nothing sampled is left under the mask      after_truncation, prefix_break or duplicate, whichever took it
     otherwise                                   trained; what a cut, a rewritten history or a lost race took:
                                                 after_truncation, prefix_break, duplicate
 
-"Valid" means *has a verdict* and nothing else, so the baseline of a group never depends on what infra did to others,
-and an attempt counts in it once, however many leaves it has; each leaf trains with its attempt's advantage.
+The scope is what the baseline is a mean of: the group, or with the estimator `reinforce_pp` the step.
+"Valid" means *has a verdict* and nothing else, so a baseline never depends on what infra did to others, and an attempt
+counts in it once, however many leaves it has; each leaf trains with its attempt's advantage and its weight in the loss.
 Truncated attempts are valid and train up to the cut. Kept samples come out sorted by attempt id and leaf: the batch,
 and with it every floating-point sum, is the same whatever order attempts arrived in and however many failed.
 """
@@ -24,26 +25,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl360.errors import BadInput
 from rl360.ledger.outcomes import HAS_VERDICT, Bucket, Outcome
-from rl360.objective.advantages import group_advantages, group_index
+from rl360.objective.advantages import attempt_advantages, group_index, scopes
+from rl360.objective.reductions import token_weights
 
 if TYPE_CHECKING:
     from rl360.config.run import ObjectiveConfig
     from rl360.sessions.sample import AttemptRecord, LeafCounts
 
-BATCH_SCHEMA = 2
+BATCH_SCHEMA = 3
 
 
 @dataclass(frozen=True)
 class TrainRow:
     """One sample to train, by reference: leaf `leaf` of the object `key`. tokens: its length; trained: ids under its
-    loss mask. The trainer refuses an object that is not what its row says."""
+    loss mask; weight: of each of them in the step's loss. The trainer refuses an object that is not what its row says.
+    """
 
     attempt_id: str
     group_id: str
@@ -53,12 +56,14 @@ class TrainRow:
     tokens: int
     trained: int
     advantage: float
+    weight: float
 
 
 @dataclass(frozen=True)
 class Decision:
     """What became of one attempt. `leaves`: the reason of each of its samples, `bucket` that of the attempt: trained
-    when one of them is, else the first one's. `tokens`: sampled tokens by bucket, summing to what it sampled."""
+    when one of them is, else the first one's. `tokens`: sampled tokens by bucket, summing to what it sampled.
+    `token_weight`: of each of its trained tokens in the step's loss, None when it trains none."""
 
     attempt_id: str
     group_id: str
@@ -68,6 +73,7 @@ class Decision:
     advantage: float | None
     leaves: tuple[Bucket, ...] = ()
     tokens: dict[Bucket, int] = field(default_factory=dict)
+    token_weight: float | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -91,6 +97,7 @@ class Decision:
             "advantage": self.advantage,
             "leaves": [bucket.value for bucket in self.leaves],
             "tokens": {bucket.value: count for bucket, count in self.tokens.items()},
+            "token_weight": self.token_weight,
         }
 
     @classmethod
@@ -104,6 +111,7 @@ class Decision:
             advantage=wire["advantage"],
             leaves=tuple(Bucket(name) for name in wire["leaves"]),
             tokens={Bucket(name): int(count) for name, count in wire["tokens"].items()},
+            token_weight=wire["token_weight"],
         )
 
 
@@ -124,11 +132,6 @@ class FilterResult:
     def trained_tokens(self) -> int:
         return self.tokens.get(Bucket.TRAINED, 0)
 
-    @property
-    def loss_weight(self) -> float:
-        """Weight of each trained token in the step's loss: 1 / trained tokens; 0 when nothing trains."""
-        return 1.0 / self.trained_tokens if self.trained_tokens else 0.0
-
     def to_wire(self, run: str, step: int) -> dict[str, Any]:
         """The train batch object (`filter.msgpack`): kept samples by reference with advantages, and every decision."""
         return {
@@ -141,11 +144,17 @@ class FilterResult:
 
 
 def filter_groups(
-    attempts: Sequence[AttemptRecord], config: ObjectiveConfig, *, expected_version: str, max_seq_len: int
+    attempts: Sequence[AttemptRecord],
+    config: ObjectiveConfig,
+    *,
+    expected_version: str,
+    max_seq_len: int,
+    loss_constant: float | None = None,
 ) -> FilterResult:
     """Decide about every attempt of a step.
 
     expected_version: the weight version this step samples from; a sample with ids of another one is stale.
+    loss_constant: divisor of the reduction `constant`, which the other reductions have no use for.
     Refuses (BadInput) duplicated attempt ids, missing group ids, and records that contradict themselves.
     """
     ordered = sorted(attempts, key=lambda attempt: attempt.attempt_id)
@@ -153,21 +162,29 @@ def filter_groups(
     valid = [attempt for attempt in ordered if attempt.verdict is not None]
     rewards = np.array([a.verdict.reward for a in valid if a.verdict is not None], dtype=np.float64)
     group_ids = [attempt.group_id for attempt in valid]
-    advantages = group_advantages(
-        rewards, group_ids, [attempt.attempt_id for attempt in valid], normalize_std=config.normalize_std
+    names = [attempt.attempt_id for attempt in valid]
+    advantages = attempt_advantages(
+        rewards, group_ids, names, estimator=config.estimator, normalize_std=config.normalize_std
     )
-    group_reasons = _group_reasons(rewards, group_ids, config.disagreement_rtol)
-    advantage_of = {attempt.attempt_id: float(value) for attempt, value in zip(valid, advantages, strict=True)}
+    advantage_of = {name: float(value) for name, value in zip(names, advantages, strict=True)}
+    scope_of = dict(zip(names, scopes(config.estimator, group_ids), strict=True))
+    reasons = _scope_reasons(rewards, list(scope_of.values()), config.disagreement_rtol)
 
     decisions: list[Decision] = []
-    kept: list[TrainRow] = []
     totals: Counter[Bucket] = Counter()
     for attempt in ordered:
-        reason = Bucket.INFRA if attempt.verdict is None else group_reasons.get(attempt.group_id)
-        decision = _decide(attempt, reason, advantage_of.get(attempt.attempt_id), expected_version, max_seq_len)
-        decisions.append(decision)
-        kept.extend(_rows(attempt, decision))
-        totals.update(decision.tokens)
+        name = attempt.attempt_id
+        reason = Bucket.INFRA if attempt.verdict is None else reasons.get(scope_of[name])
+        decisions.append(_decide(attempt, reason, advantage_of.get(name), expected_version, max_seq_len))
+        totals.update(decisions[-1].tokens)
+    weights = token_weights(
+        config.reduction, [decision.tokens.get(Bucket.TRAINED, 0) for decision in decisions], loss_constant
+    )
+    decisions = [
+        replace(decision, token_weight=float(weight)) if decision.trains else decision
+        for decision, weight in zip(decisions, weights, strict=True)
+    ]
+    kept = [row for attempt, decision in zip(ordered, decisions, strict=True) for row in _rows(attempt, decision)]
     return FilterResult(tuple(decisions), tuple(kept), dict(totals))
 
 
@@ -197,8 +214,8 @@ def _decide(
 
 
 def _rows(attempt: AttemptRecord, decision: Decision) -> list[TrainRow]:
-    stored, advantage = attempt.stored, decision.advantage
-    if stored is None or advantage is None:
+    stored, advantage, weight = attempt.stored, decision.advantage, decision.token_weight
+    if stored is None or advantage is None or weight is None:
         return []
     return [
         TrainRow(
@@ -210,6 +227,7 @@ def _rows(attempt: AttemptRecord, decision: Decision) -> list[TrainRow]:
             tokens=stored.leaves[index].tokens,
             trained=stored.leaves[index].trainable,
             advantage=advantage,
+            weight=weight,
         )
         for index in decision.trained_leaves
     ]
@@ -220,10 +238,10 @@ def agrees(rewards: np.ndarray, rtol: float) -> bool:
     return bool(rewards.max() - rewards.min() <= rtol * np.abs(rewards).max())
 
 
-def _group_reasons(rewards: np.ndarray, group_ids: Sequence[str], rtol: float) -> dict[str, Bucket]:
-    """Why a whole group does not train, for the groups that do not; every group here has at least one verdict."""
+def _scope_reasons(rewards: np.ndarray, scope_ids: Sequence[str], rtol: float) -> dict[str, Bucket]:
+    """Why a whole scope does not train, for those that do not; every one here has at least one verdict."""
     reasons: dict[str, Bucket] = {}
-    names, index = group_index(group_ids)
+    names, index = group_index(scope_ids)
     for position, name in enumerate(names):
         members = rewards[index == position]
         if len(members) < 2:

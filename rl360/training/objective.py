@@ -18,19 +18,22 @@ def supervised_sums(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Device
     trained = batch.mask.bool()
     zero = logprobs.new_zeros(())
     picked = logprobs[trained]
-    return [-picked.sum(), zero + picked.numel(), zero, zero, zero, entropy[trained].sum()]
+    return [-picked.sum(), zero + picked.numel(), zero, zero, zero, zero, entropy.detach()[trained].sum()]
 
 
 def policy_sums(config: ObjectiveConfig) -> LossSums:
     """The run's objective (rl360.objective.losses)."""
 
     def sums(logprobs: torch.Tensor, entropy: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:
-        parts = policy_loss(logprobs, batch.logprobs, batch.advantages, batch.mask, config, entropy)
+        parts = policy_loss(
+            logprobs, batch.logprobs, batch.advantages, batch.mask, config, weights=batch.weights, entropy=entropy
+        )
         return [
             parts.loss_sum,
             parts.weight_sum,
             parts.clipped_sum,
-            parts.tis_sum,
+            parts.importance_sum,
+            parts.masked_sum,
             parts.abs_dlogp_sum,
             parts.entropy_sum,
         ]

@@ -18,13 +18,17 @@ PAD_ID = 0  # any valid id: padding sits to the right of a row's tokens, where a
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """What the trainer needs of one sample. tokens int32 [T], loss_mask uint8 [T], logprobs float32 [T]."""
+    """What the trainer needs of one sample. tokens int32 [T], loss_mask uint8 [T], logprobs float32 [T].
+
+    weight: of each of its trained tokens in the loss, relative to those of others.
+    """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     logprobs: np.ndarray | None = None
     advantage: float = 0.0
     name: str = ""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         name, length = self.name or "sample", len(self.tokens)
@@ -40,7 +44,7 @@ class TrainSequence:
 class MicroBatch:
     """A rectangle of next-token predictions: column t of `targets` is predicted from columns 0..t of `inputs`.
 
-    inputs, targets int64 [rows, width]; mask uint8, logprobs and advantages float32 [rows, width].
+    inputs, targets int64 [rows, width]; mask uint8, logprobs, advantages and weights float32 [rows, width].
     indices: the sample in each row; empty for a micro-batch that only keeps ranks in step.
     """
 
@@ -50,6 +54,7 @@ class MicroBatch:
     mask: np.ndarray
     logprobs: np.ndarray
     advantages: np.ndarray
+    weights: np.ndarray
 
 
 def _width(length: int, multiple: int) -> int:
@@ -101,13 +106,13 @@ def build(
     width = _width(max((len(samples[i].tokens) for i in indices), default=2), multiple)
     tokens = np.full((rows, width + 1), PAD_ID, np.int64)
     mask = np.zeros((rows, width), np.uint8)
-    logprobs, advantages = np.zeros((rows, width), np.float32), np.zeros((rows, width), np.float32)
+    logprobs, advantages, weights = (np.zeros((rows, width), np.float32) for _ in range(3))
     for row, index in enumerate(indices):
         sample = samples[index]
         length = len(sample.tokens)
         tokens[row, :length] = sample.tokens
         mask[row, : length - 1] = sample.loss_mask[1:]
-        advantages[row] = sample.advantage
+        advantages[row], weights[row] = sample.advantage, sample.weight
         if sample.logprobs is not None:
             logprobs[row, : length - 1] = sample.logprobs[1:]
-    return MicroBatch(indices, tokens[:, :-1], tokens[:, 1:], mask, logprobs, advantages)
+    return MicroBatch(indices, tokens[:, :-1], tokens[:, 1:], mask, logprobs, advantages, weights)

@@ -186,7 +186,12 @@ class Replica:
             share = policy.share([row.tokens for row in batch.rows], limit)
             mine = sorted({index for indices in share for index in indices})
             samples = read_samples(self.store, [batch.rows[index] for index in mine], policy.shape.vocab)
-            return batch, policy.rectangles(dict(zip(mine, samples, strict=True)), share)
+            # in units of the mean's weight, so that a mean over tokens is summed plainly and divided once, by `tokens`
+            weighed = [
+                replace(s, weight=batch.rows[i].weight * batch.trained_tokens)
+                for i, s in zip(mine, samples, strict=True)
+            ]
+            return batch, policy.rectangles(dict(zip(mine, weighed, strict=True)), share)
 
         batch, micro = together(read)
         tokens = batch.trained_tokens
@@ -244,6 +249,7 @@ def _outcome(sums: StepSums, tokens: int, samples: int, version: int) -> dict[st
         "loss_weight_sum": total["weight"] / tokens,
         "clip_fraction": total["clipped"] / tokens,
         "tis_mean": total["tis"] / tokens,
+        "masked_fraction": total["masked"] / tokens,
         "mean_abs_dlogp": total["abs_dlogp"] / tokens,
         "entropy": total["entropy"] / tokens,
     }

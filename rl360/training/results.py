@@ -51,9 +51,12 @@ class TrainResult(BaseModel):
     grad_norm: float | None = None
     trained_samples: int = 0
     trained_tokens: int = 0
-    loss_weight_sum: float = Field(0.0, description="sum of the token weights the loss used: 1 when trained, else 0")
+    loss_weight_sum: float = Field(
+        0.0, description="sum of the token weights the loss used: 1 for a mean, 0 when nothing trained"
+    )
     clip_fraction: float | None = None
     tis_mean: float | None = None
+    masked_fraction: float | None = None
     mean_abs_dlogp: float | None = None
     entropy: float | None = None
     weights_digest: str
@@ -140,6 +143,8 @@ def _row(wire: Any, index: int, key: str) -> TrainRow:
         raise CorruptObject(key, f"sample {_name(row)}: {row.tokens} tokens, {row.trained} of them to train")
     if not math.isfinite(row.advantage):
         raise CorruptObject(key, f"sample {row.attempt_id}: advantage {row.advantage!r} is not a finite number")
+    if not 0 < row.weight < math.inf:
+        raise CorruptObject(key, f"sample {row.attempt_id}: weight {row.weight!r} is not a finite number above 0")
     return row
 
 

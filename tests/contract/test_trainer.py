@@ -93,7 +93,7 @@ def test_equal_requests_at_once_train_once(rig: Rig, reference: list[dict[str, A
 
 
 def test_empty_and_nonfinite_steps_leave_the_weights(rig: Rig, reference: list[dict[str, Any]]) -> None:
-    run = rig.new_run("odd-steps", objective={"old_policy": "rollout"})
+    run = rig.new_run("odd-steps", objective={"old_policy": "rollout", "correction": "off"})
     start = rig.state(run)
     for step, rows in enumerate(([], [untrained(sample(7, "none"))])):
         empty = rig.train(run, step, rows)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl360.config.run import ObjectiveConfig
-from rl360.ledger.outcomes import HAS_VERDICT, INFRA, SAMPLED, Outcome
+from rl360.ledger.outcomes import HAS_VERDICT, INFRA, SAMPLED, Bucket, Outcome
 from rl360.objective.filters import FilterResult, filter_groups
 from rl360.objective.losses import LossParts, policy_loss
+from rl360.objective.presets import PRESETS
 from rl360.sessions.sample import AttemptRecord
 from tests.unit.objective_data import attempt, sample_at
 
@@ -53,38 +54,36 @@ LEAVES = st.fixed_dictionaries(
 )
 
 
-configs = st.builds(
-    ObjectiveConfig,
-    normalize_std=st.booleans(),
-    old_policy=st.sampled_from(["recomputed", "rollout"]),
-    tis_cap=st.sampled_from([2.0, 1.0, None]),
-)
+configs = st.sampled_from([ObjectiveConfig(preset=name) for name in PRESETS])
+# a token's loss depends on that token alone, so a sequence may be cut anywhere
+by_token = configs.filter(lambda config: config.loss != "gspo" and config.correction_level == "token")
 
 
 def run_filter(attempts: list[AttemptRecord], config: ObjectiveConfig) -> FilterResult:
-    return filter_groups(attempts, config, expected_version="run:0", max_seq_len=MAX_SEQ_LEN)
+    return filter_groups(attempts, config, expected_version="run:0", max_seq_len=MAX_SEQ_LEN, loss_constant=640.0)
 
 
-def batch_tensors(result: FilterResult) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New log-probs (a fixed offset from the rollout's), rollout log-probs, advantages, mask: `[all tokens]`."""
+def batch_tensors(result: FilterResult) -> tuple[torch.Tensor, ...]:
+    """New log-probs (a fixed offset from the rollout), rollout log-probs, advantages, mask, weights: `[all tokens]`."""
     samples = [sample_at(row) for row in result.kept]
     if not samples:
         empty = torch.zeros(0, dtype=torch.float64)
-        return empty.clone().requires_grad_(), empty, empty, empty
+        return empty.clone().requires_grad_(), empty, empty, empty, empty
     rollout = np.concatenate([sample.logprobs for sample in samples]).astype(np.float64)
     mask = np.concatenate([sample.loss_mask for sample in samples])
     offset = np.concatenate([(sample.tokens % 13 - 6) / 20 for sample in samples])
-    per_token = np.repeat(result.advantages, [len(sample.tokens) for sample in samples])
+    lengths = [len(sample.tokens) for sample in samples]
+    advantages, weights = np.repeat(result.advantages, lengths), np.repeat([row.weight for row in result.kept], lengths)
     new = torch.from_numpy(rollout + offset).requires_grad_()
-    return new, torch.from_numpy(rollout), torch.from_numpy(per_token), torch.from_numpy(mask)
+    return new, *(torch.from_numpy(each) for each in (rollout, advantages, mask, weights))
 
 
 def loss_and_gradient(result: FilterResult, config: ObjectiveConfig) -> tuple[float, np.ndarray, LossParts]:
-    new, rollout, advantages, mask = batch_tensors(result)
-    parts = policy_loss(new, rollout, advantages, mask, config)
-    (parts.loss_sum * result.loss_weight).backward()
+    new, rollout, advantages, mask, weights = batch_tensors(result)
+    parts = policy_loss(new, rollout, advantages, mask, config, weights=weights)
+    parts.loss_sum.backward()
     assert new.grad is not None
-    return (parts.loss_sum * result.loss_weight).item(), new.grad.numpy(), parts
+    return parts.loss_sum.item(), new.grad.numpy(), parts
 
 
 @settings(deadline=None, max_examples=60)
@@ -106,7 +105,7 @@ def test_infra_neutrality_bitwise(valid: list[AttemptRecord], config: ObjectiveC
     survivors = {record.attempt_id for record in valid}
     assert tuple(d for d in crowded.decisions if d.attempt_id in survivors) == alone.decisions
     assert crowded.advantages.tobytes() == alone.advantages.tobytes()
-    assert crowded.loss_weight == alone.loss_weight
+    assert crowded.kept == alone.kept
     loss_a, gradient_a, parts_a = loss_and_gradient(alone, config)
     loss_b, gradient_b, parts_b = loss_and_gradient(crowded, config)
     assert np.float64(loss_a).tobytes() == np.float64(loss_b).tobytes()
@@ -130,7 +129,11 @@ def test_conservation(attempts: list[AttemptRecord], config: ObjectiveConfig) ->
     advantage_of = {d.attempt_id: d.advantage for d in result.decisions}
     assert all(row.advantage == advantage_of[row.attempt_id] for row in result.kept)
     _, _, parts = loss_and_gradient(result, config)
-    assert parts.weight_sum.item() == result.trained_tokens
+    weights = sum(d.token_weight * d.tokens[Bucket.TRAINED] for d in result.decisions if d.token_weight is not None)
+    np.testing.assert_allclose(parts.weight_sum.item(), weights, rtol=1e-12)
+    if result.kept:
+        whole = 1.0 if config.reduction != "constant" else result.trained_tokens / 640.0
+        np.testing.assert_allclose(weights, whole, rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=60)
@@ -143,16 +146,17 @@ def test_order_invariance(attempts: list[AttemptRecord], config: ObjectiveConfig
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches(verdicts_only=True), configs, st.data())
+@given(batches(verdicts_only=True), by_token, st.data())
 def test_split_invariance(attempts: list[AttemptRecord], config: ObjectiveConfig, data: st.DataObject) -> None:
     result = run_filter(attempts, config)
     _, whole_gradient, whole = loss_and_gradient(result, config)
-    new, rollout, advantages, mask = batch_tensors(result)
+    new, rollout, advantages, mask, weights = batch_tensors(result)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(new)), max_size=4)))
     total = None
     for start, end in zip([0, *cuts], [*cuts, len(new)], strict=True):
-        part = policy_loss(new[start:end], rollout[start:end], advantages[start:end], mask[start:end], config)
-        (part.loss_sum * result.loss_weight).backward()
+        at = slice(start, end)
+        part = policy_loss(new[at], rollout[at], advantages[at], mask[at], config, weights=weights[at])
+        part.loss_sum.backward()
         total = part if total is None else total + part
     assert total is not None and new.grad is not None
     np.testing.assert_array_equal(new.grad.numpy(), whole_gradient)

@@ -31,7 +31,7 @@ from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, Rl360Error, ServiceError, StoreUnavailable
 from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
-from rl360.objective.advantages import group_advantages
+from rl360.objective.advantages import attempt_advantages
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, unpack
 from rl360.store.layout import attempt_key
@@ -261,7 +261,7 @@ def test_nan_reward_reaches_no_advantage(reward: float) -> None:
     with pytest.raises(ValueError, match="a reward is a finite number"):
         Verdict(task_id="t", attempt_id="a", reward=reward, verifier_digest="ab" * 32, finished_at=1.0)
     with pytest.raises(BadInput) as error:
-        group_advantages(np.array([1.0, reward]), ["g", "g"], ["a0", "a1"])
+        attempt_advantages(np.array([1.0, reward]), ["g", "g"], ["a0", "a1"])
     one_line(error, "attempt a1: reward is not finite")
 
 

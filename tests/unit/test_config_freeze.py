@@ -56,7 +56,7 @@ def test_the_target_is_the_last_one_asked_for() -> None:
     [
         ({"seed": 9}, "seed: 0 -> 9"),
         ({"model": {"path": "/models/b"}}, "model.path: '/models/a' -> '/models/b'"),
-        ({"objective": {"tis_cap": None}}, "objective.tis_cap: 2.0 -> None"),
+        ({"objective": {"veto": 1e-4}}, "objective.veto: None -> 0.0001"),
     ],
 )
 def test_another_config_is_refused_with_the_difference(changes: dict[str, object], difference: str) -> None:

@@ -48,8 +48,8 @@ def test_the_bytes_are_canonical() -> None:
 @pytest.mark.parametrize("path", list(leaves()), ids=".".join)
 def test_every_field_is_read_somewhere(path: tuple[str, ...]) -> None:
     """A field that nothing reads is a switch that is not connected."""
-    if path in {("objective", "estimator"), ("objective", "reduction")}:
-        return  # one allowed value each: they name what is computed, for the record in config.json
+    if path == ("objective", "preset"):
+        return  # it fills in the others while the config is read, and stays for the record in config.json
     word = re.compile(rf"\.{path[-1]}\b")
     readers = [
         file
@@ -58,7 +58,8 @@ def test_every_field_is_read_somewhere(path: tuple[str, ...]) -> None:
         if file.name != "run.py" or file.parent.name != "config"
         if word.search(file.read_text())
     ]
-    own = word.search((ROOT / "rl360/config/run.py").read_text()) if path[0] == "deadlines" else None
+    within = path[0] == "deadlines" or path[-1] == "reduction_constant"  # by a sum or a property of the config
+    own = word.search((ROOT / "rl360/config/run.py").read_text()) if within else None
     assert readers or own, f"nothing reads {'.'.join(path)}"
 
 
@@ -149,10 +150,19 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             value = value[name]
         other = {
             "clip_low": 0.1,
-            "estimator": None,
-            "reduction": None,
+            "preset": None,  # fills in other fields, which then differ too
+            "correction_low": None,  # belongs to another correction
+            "correction_level": "sequence",
+            "correction": "off",
+            "loss": None,  # the others belong to another old policy
+            "dual_clip": None,
+            "estimator": "rloo",
+            "veto": 1e-4,
+            "off_policy_delta": 0.1,
+            "reduction": "sample_mean",
+            "reduction_constant": None,  # belongs to another reduction
             "transport": None,
-            "old_policy": "rollout",
+            "old_policy": None,  # belongs to no correction
             "pause_mode": "abort",
             "session_mode": "tree",
             "pick": "all",
@@ -191,7 +201,7 @@ def _another(value: Any) -> Any:
             "rollout": st.fixed_dictionaries(
                 {}, optional={"temperature": st.floats(0.01, 2), "max_turns": st.integers(1, 99)}
             ),
-            "objective": st.fixed_dictionaries({}, optional={"tis_cap": st.none() | st.floats(0.1, 10)}),
+            "objective": st.fixed_dictionaries({}, optional={"veto": st.none() | st.floats(0.01, 0.9)}),
         },
     )
 )

@@ -17,6 +17,8 @@ COMPUTES = (
     "rl360/training/",
     "rl360/policy/",
     "rl360/objective/losses.py",
+    "rl360/objective/corrections.py",
+    "rl360/objective/kl.py",
     "rl360/weights/broadcast.py",
     "rl360/weights/checksum.py",
     "rl360/engines/launch.py",

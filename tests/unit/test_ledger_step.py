@@ -83,6 +83,23 @@ def test_the_leaves_of_an_attempt_are_one_row() -> None:
     assert all(check.holds for check in check_ledger(ledger))
 
 
+def test_weights_are_those_of_the_runs_reduction() -> None:
+    attempts = [attempt(0, 0, 1.0, leaves=[{"trained": 6}, {"trained": 2}]), attempt(0, 1, 0.0, trained=4)]
+    config = ObjectiveConfig(reduction="sample_mean")
+    result = filter_groups(attempts, config, expected_version="run:0", max_seq_len=384)
+    ledger = build(attempts=attempts, decisions=result.decisions, train=train_result(result, 0, masked_fraction=0.25))
+    assert [row.token_weight for row in ledger.attempts] == [1 / 16, 1 / 8]
+    assert [row.loss_weight for row in ledger.attempts] == [0.5, 0.5], "each attempt counts the same"
+    assert ledger.train.masked_fraction == 0.25
+    fixed = ObjectiveConfig(preset="dr_grpo")
+    result = filter_groups(attempts, fixed, expected_version="run:0", max_seq_len=384, loss_constant=48.0)
+    train = train_result(result, 0, loss_weight_sum=0.25)
+    ledger = build(attempts=attempts, decisions=result.decisions, train=train)
+    assert all(check.holds for check in check_ledger(ledger))
+    with pytest.raises(LedgerBroken, match=r"loss weights: booked 0\.25 != trainer 1"):
+        build(attempts=attempts, decisions=result.decisions, train=train_result(result, 0))
+
+
 def test_a_step_that_trains_nothing_is_empty_not_zero() -> None:
     ledger = ledger_of([attempt(0, 0, 1.0), attempt(0, 1, 1.0)])
     assert ledger.train.status == "empty"

@@ -18,8 +18,21 @@ from tests.unit.objective_data import attempt, sample_of
 CONFIG = ObjectiveConfig()
 
 
-def run_filter(attempts: list[AttemptRecord], *, max_seq_len: int = 384) -> FilterResult:
-    return filter_groups(attempts, CONFIG, expected_version="run:0", max_seq_len=max_seq_len)
+def run_filter(
+    attempts: list[AttemptRecord],
+    *,
+    max_seq_len: int = 384,
+    config: ObjectiveConfig = CONFIG,
+    loss_constant: float | None = None,
+) -> FilterResult:
+    return filter_groups(
+        attempts, config, expected_version="run:0", max_seq_len=max_seq_len, loss_constant=loss_constant
+    )
+
+
+def attempts_of(first: AttemptRecord) -> list[AttemptRecord]:
+    """A group of four that passed once."""
+    return [first, attempt(0, 1, 0.0), attempt(0, 2, 0.0), attempt(0, 3, 0.0)]
 
 
 def buckets(result: FilterResult) -> list[Bucket]:
@@ -31,7 +44,7 @@ def test_a_group_that_disagrees_trains_with_its_mean_as_baseline() -> None:
     assert buckets(result) == [Bucket.TRAINED] * 4
     assert result.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
     assert result.trained_tokens == 24
-    assert result.loss_weight == 1 / 24
+    assert [row.weight for row in result.kept] == [1 / 24] * 4
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0, 0.0], [0.3, 0.3 + 1e-8]])
@@ -40,12 +53,34 @@ def test_a_group_that_agrees_is_zero_disagreement(rewards: list[float]) -> None:
     assert set(buckets(result)) == {Bucket.ZERO_DISAGREEMENT}
     assert result.tokens == {Bucket.ZERO_DISAGREEMENT: 6 * len(rewards)}
     assert result.trained_tokens == 0
-    assert result.loss_weight == 0.0
+    assert result.kept == () and {d.token_weight for d in result.decisions} == {None}
 
 
 def test_the_tolerance_is_relative() -> None:
     assert set(buckets(run_filter([attempt(0, 0, 1e-9), attempt(0, 1, 2e-9)]))) == {Bucket.TRAINED}
     assert set(buckets(run_filter([attempt(0, 0, 1e9), attempt(0, 1, 1e9 + 1)]))) == {Bucket.ZERO_DISAGREEMENT}
+
+
+def test_a_baseline_of_the_whole_step_asks_the_step_whether_it_disagrees() -> None:
+    """REINFORCE++: a group that agrees, and one with a single verdict, still differ from the others."""
+    pp = ObjectiveConfig(preset="reinforce_pp")
+    attempts = [attempt(0, 0, 1.0), attempt(0, 1, 1.0), attempt(1, 0, 0.0), attempt(1, 1, None)]
+    result = run_filter(attempts, config=pp)
+    assert buckets(result) == [Bucket.TRAINED] * 3 + [Bucket.INFRA]
+    std = np.sqrt(2) / 3
+    np.testing.assert_allclose(result.advantages, np.array([1 / 3, 1 / 3, -2 / 3]) / (std + 1e-6), rtol=1e-14)
+    assert set(buckets(run_filter(attempts[:2], config=pp))) == {Bucket.ZERO_DISAGREEMENT}
+    assert set(buckets(run_filter(attempts[:1], config=pp))) == {Bucket.INSUFFICIENT_VALID}
+    grouped = run_filter(attempts, config=ObjectiveConfig(preset="reinforce_pp_baseline"))
+    assert buckets(grouped)[:3] == [Bucket.ZERO_DISAGREEMENT] * 2 + [Bucket.INSUFFICIENT_VALID]
+
+
+def test_a_constant_divides_whatever_trains() -> None:
+    dr = ObjectiveConfig(preset="dr_grpo")
+    result = run_filter([attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, None)], config=dr, loss_constant=60.0)
+    assert [row.weight for row in result.kept] == [1 / 60] * 2
+    with pytest.raises(BadInput, match="needs a divisor above 0, got None"):
+        run_filter([attempt(0, 0, 1.0), attempt(0, 1, 0.0)], config=dr)
 
 
 def test_one_verdict_is_too_few() -> None:
@@ -109,7 +144,7 @@ def test_what_lost_a_race_is_counted() -> None:
 
 def test_an_attempt_counts_once_in_its_baseline_however_many_leaves_it_has() -> None:
     branched = attempt(0, 0, 1.0, leaves=[{"trained": 6, "prefix_break": 2}, {"trained": 3}, {"trained": 5}])
-    result = run_filter([branched, attempt(0, 1, 0.0), attempt(0, 2, 0.0), attempt(0, 3, 0.0)])
+    result = run_filter(attempts_of(branched))
     assert result.advantages.tolist() == [0.75] * 3 + [-0.25] * 3, "one passed of four, not three of six"
     assert [(row.attempt_id[-6:], row.leaf, row.trained) for row in result.kept] == [
         ("a00-t0", 0, 6),
@@ -122,7 +157,10 @@ def test_an_attempt_counts_once_in_its_baseline_however_many_leaves_it_has() -> 
     assert len({(row.key, row.leaf) for row in result.kept}) == 6 and len({row.key for row in result.kept}) == 4
     assert result.decisions[0].trained_leaves == (0, 1, 2)
     assert result.decisions[0].tokens == {Bucket.TRAINED: 14, Bucket.PREFIX_BREAK: 2}
-    assert result.loss_weight == 1 / 32
+    assert {row.weight for row in result.kept} == {1 / 32}
+    even = run_filter([*attempts_of(branched)], config=ObjectiveConfig(reduction="sample_mean"))
+    assert [row.weight for row in even.kept] == [1 / (4 * 14)] * 3 + [1 / (4 * 6)] * 3, "a sample here is an attempt"
+    assert sum(row.weight * row.trained for row in even.kept) == pytest.approx(1.0, rel=1e-15)
 
 
 def test_each_leaf_trains_or_has_its_own_reason() -> None:
@@ -185,7 +223,7 @@ def test_the_batch_object_holds_references_to_kept_samples_and_all_decisions() -
     records = [attempt(0, 1, 0.0), attempt(0, 0, 1.0), attempt(1, 0, None)]
     result = run_filter(records)
     wire = unpack(pack(result.to_wire("demo", 3)), "k")
-    assert (wire["schema_version"], wire["run"], wire["step"]) == (2, "demo", 3)
+    assert (wire["schema_version"], wire["run"], wire["step"]) == (3, "demo", 3)
     assert records[1].stored is not None
     assert wire["samples"][0] == {
         "attempt_id": "s000000-g000-a00-t0",
@@ -196,6 +234,7 @@ def test_the_batch_object_holds_references_to_kept_samples_and_all_decisions() -
         "tokens": 13,
         "trained": 6,
         "advantage": 0.5,
+        "weight": 1 / 12,
     }
     assert [sample["attempt_id"] for sample in wire["samples"]] == ["s000000-g000-a00-t0", "s000000-g000-a01-t0"]
     assert [sample["advantage"] for sample in wire["samples"]] == [0.5, -0.5]

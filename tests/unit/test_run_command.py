@@ -34,7 +34,7 @@ def test_fields_win_over_the_file_and_options_over_fields(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("item", "path", "value"),
     [
-        ("objective.tis_cap=null", ("objective", "tis_cap"), None),
+        ("objective.veto=null", ("objective", "veto"), None),
         ("objective.normalize_std=true", ("objective", "normalize_std"), True),
         ("trainer.lr=3e-4", ("trainer", "lr"), 3e-4),
         ("taskset.path=my/tasks", ("taskset", "path"), "my/tasks"),

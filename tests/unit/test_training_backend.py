@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 
 from rl360.config.run import ObjectiveConfig
 from rl360.errors import BadInput
+from rl360.objective.losses import policy_loss
+from rl360.objective.presets import PRESETS
 from rl360.training.megatron import cpu_hook, parallel
 from rl360.training.megatron.hf_dir import read_tensors, write_dir
 from rl360.training.megatron.hf_map import digest_of
@@ -79,6 +82,49 @@ def test_step_is_independent_of_micro_batches_and_moments_restore(policy: Policy
     assert digest_of(policy.weights()) == goal
 
 
+def near(policy: Policy, step: int) -> list[TrainSequence]:
+    """Samples of an engine that was the policy, nearly, so that bounds and masks have something to do, and weights."""
+    noise, samples = np.random.default_rng(5), []
+    for one, found in zip(sequences(step), policy.logprobs(sequences(step), 4096), strict=True):
+        moved = np.concatenate([[0.0], found + noise.normal(0, 0.3, len(found))])
+        logprobs = np.where(one.loss_mask, moved, 0).astype(np.float32)
+        samples.append(replace(one, logprobs=logprobs, weight=float(noise.uniform(0.5, 2))))
+    return samples
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_trains_what_it_says(policy: Policy, preset: str) -> None:
+    wider = {"correction_low": 0.95, "correction_high": 1.05} if preset == "mis_geometric" else {}  # or nothing is left
+    fields = {"preset": preset, "veto": 0.3, "off_policy_delta": 0.05, **wider}
+    samples, config = near(policy, 6), ObjectiveConfig.model_validate(fields)
+    tokens = [int(s.loss_mask.sum()) for s in samples]
+    whole, norm = policy.accumulate(policy.micro_batches(samples, 4096), policy_sums(config), sum(tokens))
+    split, split_norm = policy.accumulate(policy.micro_batches(samples, 64), policy_sums(config), sum(tokens))
+    assert (
+        whole == pytest.approx(split, rel=1e-4, abs=1e-4) and norm == pytest.approx(split_norm, rel=1e-4) and norm > 0
+    )
+    assert whole["weight"] == pytest.approx(sum(n * s.weight for n, s in zip(tokens, samples, strict=True)), rel=1e-6)
+    alone = []
+    for one, found in zip(samples, policy.logprobs(samples, 4096), strict=True):
+        held = [torch.from_numpy(each).double() for each in (found, one.logprobs[1:])]
+        rest = torch.full_like(held[0], one.advantage), torch.from_numpy(one.loss_mask[1:])
+        alone.append(policy_loss(*held, *rest, config, weights=torch.full_like(held[0], one.weight)))
+    assert whole["loss"] == pytest.approx(sum(parts.loss_sum.item() for parts in alone), rel=1e-4)
+    assert whole["masked"] == sum(parts.masked_sum.item() for parts in alone) > 0
+    assert whole["tis"] == pytest.approx(sum(parts.importance_sum.item() for parts in alone), rel=1e-4)
+
+
+def test_the_entropy_bonus_reaches_the_gradient(policy: Policy) -> None:
+    """With advantages of 0 the bonus is all there is; one step along it raises the entropy."""
+    samples = [replace(one, advantage=0.0) for one in near(policy, 7)]
+    tokens, batches = sum(int(s.loss_mask.sum()) for s in samples), policy.micro_batches(samples, 4096)
+    assert policy.accumulate(batches, policy_sums(ObjectiveConfig()), tokens)[1] == 0
+    bonus = policy_sums(ObjectiveConfig(entropy_coef=1.0))
+    before = policy.step(batches, bonus, tokens)
+    after, _ = policy.accumulate(batches, bonus, tokens)
+    assert before.applied and before.grad_norm > 0 and after["entropy"] > before.sums["entropy"]
+
+
 def test_log_probs_are_those_of_the_temperature_that_was_sampled_at(policy: Policy) -> None:
     """An engine reports log-probs after division by the temperature: against them the trainer's ratio must be 1."""
     samples = sequences(4)
@@ -107,7 +153,7 @@ def test_a_step_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     bad = samples[0]
     assert bad.logprobs is not None
     poisoned = TrainSequence(bad.tokens, bad.loss_mask, np.where(bad.loss_mask, -np.inf, 0).astype(np.float32), 1.0)
-    loss = policy_sums(ObjectiveConfig(old_policy="rollout"))
+    loss = policy_sums(ObjectiveConfig(old_policy="rollout", correction="off"))
     before, moments = digest_of(policy.weights()), {m: digest_of(t) for m, t in policy.moments().items()}
     result = policy.step(policy.micro_batches([poisoned, *samples[1:]], 4096), loss, 10)
     assert not result.applied
@@ -122,16 +168,21 @@ def test_token_logprobs_gradient() -> None:
     target = torch.randint(0, 11, (3, 5))
     weight = torch.randn(3, 5)
     found, entropy = token_logprobs(logits, target, None)
-    (found * weight).sum().backward()
-    assert logits.grad is not None
-    mine = logits.grad.clone()
-    logits.grad = None
     plain = logits.log_softmax(-1)
     expected = plain.gather(-1, target[..., None])[..., 0]
-    (expected * weight).sum().backward()
+    spread = -(plain.exp() * plain).sum(-1)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(entropy, -(plain.exp() * plain).sum(-1).detach())
-    torch.testing.assert_close(mine, logits.grad)
+    torch.testing.assert_close(entropy, spread)
+
+    def gradient(of: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad((of * weight).sum(), logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(gradient(found), gradient(expected))
+    torch.testing.assert_close(gradient(entropy), gradient(spread))
+    torch.testing.assert_close(gradient(found + 0.3 * entropy), gradient(expected + 0.3 * spread))
+    dead = torch.tensor([[0.0, -200.0, 1.0]], requires_grad=True)  # a probability of 0 has no gradient, not NaN
+    token_logprobs(dead, torch.tensor([0]), None)[1].sum().backward()
+    assert dead.grad is not None and dead.grad.isfinite().all()
 
 
 def test_written_directory_reads_back(model: Path, tmp_path: Path) -> None:

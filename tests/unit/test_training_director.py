@@ -124,7 +124,7 @@ def test_every_leaf_of_an_attempt_trains_once(model: Path) -> None:
     data = encode_samples([merged(row, leaf) for leaf, row in enumerate(leaves)])
     key = merged_key("r1", 0, 0, name)
     together.put(key, data)
-    shared = {"key": key, "sha256": sha256_hex(data)}
+    shared = {"key": key, "sha256": sha256_hex(data), "weight": 1 / expected.trained_tokens}
     wire = [stored_row(MemoryStore(), "r1", 0, row, leaf=leaf, **shared) for leaf, row in enumerate(leaves)]
     together.put(step_key("r1", 0, "filter.msgpack"), batch("r1", 0, wire))
     digest = sha256_hex(together.objects[step_key("r1", 0, "filter.msgpack")])

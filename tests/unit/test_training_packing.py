@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -60,19 +62,20 @@ def sequence(tokens: list[int], mask: list[int], logprobs: list[float], advantag
 
 def test_build_aligns_targets_with_what_predicts_them() -> None:
     a = sequence([5, 6, 7, 8], [0, 0, 1, 1], [0, 0, -1, -2], 0.5)
-    b = sequence([9, 10], [0, 1], [0, -3], -0.5)
+    b = replace(sequence([9, 10], [0, 1], [0, -3], -0.5), weight=0.25)
     micro = build([b, a], (1, 0))
     assert micro.inputs.tolist() == [[5, 6, 7], [9, 10, 0]]
     assert micro.targets.tolist() == [[6, 7, 8], [10, 0, 0]]
     assert micro.mask.tolist() == [[0, 1, 1], [1, 0, 0]]
     assert micro.logprobs.tolist() == [[0, -1, -2], [-3, 0, 0]]
     assert micro.advantages.tolist() == [[0.5] * 3, [-0.5] * 3]
+    assert micro.weights.tolist() == [[1.0] * 3, [0.25] * 3]
 
 
 def test_dummy_weighs_nothing() -> None:
     micro = build([], (), multiple=4)
     assert micro.inputs.shape == (1, 4)
-    assert micro.mask.sum() == 0
+    assert micro.mask.sum() == 0 and micro.weights.sum() == 0
 
 
 @pytest.mark.parametrize(

@@ -147,17 +147,20 @@ def stored_row(store: Any, run: str, step: int, row: dict[str, Any], **changes: 
         "tokens": len(row["tokens"]),
         "trained": int(np.count_nonzero(row["loss_mask"])),
         "advantage": row["advantage"],
+        "weight": 0.125,
     } | changes
 
 
 def batch(run: str, step: int, rows: list[dict[str, Any]], **changes: Any) -> bytes:
     """The bytes of a train batch object."""
-    return pack({"schema_version": 2, "run": run, "step": step, "samples": rows, "decisions": []} | changes)
+    return pack({"schema_version": 3, "run": run, "step": step, "samples": rows, "decisions": []} | changes)
 
 
 def put_batch(store: Any, run: str, step: int, samples: list[dict[str, Any]]) -> dict[str, str]:
-    """Store the samples and the batch that refers to them; the body that asks the trainer for the step."""
-    data = batch(run, step, [stored_row(store, run, step, row) for row in samples])
+    """Store the samples and the batch that refers to them, weighed for the mean over tokens; the body that asks the
+    trainer for the step."""
+    tokens = sum(int(np.count_nonzero(row["loss_mask"])) for row in samples)
+    data = batch(run, step, [stored_row(store, run, step, row, weight=1 / max(tokens, 1)) for row in samples])
     key = step_key(run, step, "filter.msgpack")
     store.put(key, data)
     return {"run": run, "batch_key": key, "batch_digest": sha256_hex(data)}

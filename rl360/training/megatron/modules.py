@@ -54,7 +54,7 @@ class CausalAttention(MegatronModule):
 
 
 class _VocabLogprob(torch.autograd.Function):
-    """log p(target) and entropy from logits split over the tensor-parallel group; the entropy carries no gradient."""
+    """log p(target) and entropy from logits split over the tensor-parallel group, both with gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,18 +74,22 @@ class _VocabLogprob(torch.autograd.Function):
         total, weighted, picked = sums
         log_total = total.log()
         probs /= total[..., None]
-        ctx.save_for_backward(probs, column, held)
-        ctx.logits_dtype = logits.dtype
         entropy = log_total - weighted / total
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(probs, column, held, entropy)
+        ctx.logits_dtype = logits.dtype
+        ctx.set_materialize_grads(False)  # None for the one that the loss does not use
         return picked - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        probs, column, held = ctx.saved_tensors
-        grad = grads[0]
+        probs, column, held, entropy = ctx.saved_tensors
+        grad, grad_entropy = grads
+        if grad is None:
+            grad = torch.zeros_like(entropy)
         out = probs * -grad[..., None]
         out.scatter_add_(-1, column[..., None], (grad * held)[..., None])
+        if grad_entropy is not None:  # d entropy / d logit = -p (log p + entropy)
+            out -= grad_entropy[..., None] * (torch.xlogy(probs, probs) + probs * entropy[..., None])
         return out.to(ctx.logits_dtype), None, None
 
 

@@ -24,7 +24,7 @@ from rl360.training.megatron.model import Layout, build_model, parallel_state, r
 from rl360.training.megatron.modules import token_logprobs
 from rl360.training.packing import MicroBatch, TrainSequence, build, plan
 
-METRICS = ("loss", "weight", "clipped", "tis", "abs_dlogp", "entropy")
+METRICS = ("loss", "weight", "clipped", "tis", "masked", "abs_dlogp", "entropy")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # (log-probs, entropy, micro-batch on the device) -> sums in the order of METRICS, the first with gradient
 LossSums = Callable[[torch.Tensor, torch.Tensor, "DeviceBatch"], list[torch.Tensor]]
@@ -51,6 +51,7 @@ class DeviceBatch:
     mask: torch.Tensor
     logprobs: torch.Tensor
     advantages: torch.Tensor
+    weights: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class StepSums:
 
 def _to_device(batch: MicroBatch) -> DeviceBatch:
     device = "cpu" if ON_CPU else "cuda"
-    fields = (batch.inputs, batch.targets, batch.mask, batch.logprobs, batch.advantages)
+    fields = (batch.inputs, batch.targets, batch.mask, batch.logprobs, batch.advantages, batch.weights)
     return DeviceBatch(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in fields))
 
 

@@ -1,0 +1,42 @@
+"""Published recipes as values of `objective`'s fields. A preset fills in fields that a config leaves out.
+
+`rl360` is the defaults. A recipe is the part of its paper that these fields can say; docs/objective.md lists what it
+leaves out. Values that a source does not give are the defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# PPO's bounds, no weight against the sampler: what papers before the trainer-sampler gap was written about assume
+_PLAIN: dict[str, Any] = {"clip_high": 0.2, "correction": "off"}
+# the ratio against what the engine reported: the sampler's log-probs, not recomputed
+_AGAINST_ROLLOUT: dict[str, Any] = {"old_policy": "rollout", "correction": "off"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "rl360": {},
+    "grpo": {**_PLAIN, "normalize_std": True, "reduction": "sample_mean"},
+    "dr_grpo": {**_PLAIN, "reduction": "constant"},
+    "dapo": {"normalize_std": True, "correction": "off"},
+    "rloo": {**_PLAIN, "estimator": "rloo", "reduction": "constant"},
+    "reinforce_pp": {**_PLAIN, "estimator": "reinforce_pp"},
+    "reinforce_pp_baseline": {**_PLAIN, "estimator": "reinforce_pp_baseline"},
+    "gspo": {
+        **_AGAINST_ROLLOUT,
+        "loss": "gspo",
+        "normalize_std": True,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "reduction": "sample_mean",
+    },
+    "cispo": {**_AGAINST_ROLLOUT, "loss": "cispo", "normalize_std": True, "clip_low": 1.0, "clip_high": 4.0},
+    "icepop": {"correction": "mask", "correction_low": 0.5, "correction_high": 5.0},
+    "mis": {"correction": "mask", "correction_level": "sequence", "correction_high": 2.0},
+    "mis_geometric": {
+        "correction": "mask",
+        "correction_level": "geometric",
+        "correction_low": 0.999,
+        "correction_high": 1.001,
+        "veto": 1e-4,
+    },
+}
