@@ -52,6 +52,7 @@ class UpOptions(BaseModel):
     model_dir: str = ""
     engines: int = Field(2, ge=1, le=64)
     sessions: int = Field(1, ge=1, le=64)
+    matchers: tuple[str, ...] = ()
     trainer_ranks: int = Field(1, ge=1, le=64)
     ports: dict[str, int] = Field(default_factory=lambda: dict(DEFAULT_PORTS))
     only: tuple[str, ...] = ()
@@ -316,7 +317,7 @@ def _sessions(options: UpOptions) -> list[Spec]:
         port = options.ports["sessions"] + index
         argv = (sys.executable, "-m", "rl360.cli", "sessions", "serve", *_http(port), "--upstream", upstream)
         # no draining: on a laptop engines and tasks go down with it
-        argv += ("--store", "--drain-s", "0")
+        argv += ("--store", "--drain-s", "0", *(part for name in options.matchers for part in ("--matcher", name)))
         specs.append(
             Spec(
                 name=f"sessions-{index}",

@@ -55,6 +55,9 @@ def up(
     ] = None,
     engines: Annotated[int, typer.Option(min=1, max=64, help="SGLang engines.")] = 2,
     sessions: Annotated[int, typer.Option(min=1, max=64, help="Session servers.")] = 1,
+    matcher: Annotated[
+        list[str] | None, typer.Option(help="MODULE:FUNCTION that a run may name as rollout.matcher; repeatable.")
+    ] = None,
     trainer_ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 1,
     home: HomeOption = None,
     port_base: Annotated[int | None, typer.Option(help="Put all ports in a block from here.")] = None,
@@ -77,6 +80,7 @@ def up(
         model_dir=str(model.absolute()) if model is not None else control.default_model(folder),
         engines=engines,
         sessions=sessions,
+        matchers=tuple(matcher or ()),
         trainer_ranks=trainer_ranks,
         ports=port_table(port_base, _port_choices(ports or [])),
         only=tuple(part for part in only.split(",") if part),

@@ -431,18 +431,17 @@ def _encode(held: SessionSnapshot, pick: Pick, as_json: bool) -> bytes:
 
 def _row(held: Held, now_s: float) -> dict[str, Any]:
     session = held.session
-    told = session.describe()
     return {
         "session_id": session.session_id,
         "attempt_id": session.spec.attempt_id,
         "mode": session.spec.mode,
-        "turns": len(told["turns"]),
-        "tokens": told["tokens"],
-        "sampled_tokens": told["sampled_tokens"],
+        "turns": len(session.turns),
+        "tokens": session.head.end if session.head else 0,
+        "sampled_tokens": session.sampled_tokens,
         "held_bytes": session.held_bytes,
         "in_flight": held.in_flight,
         "idle_s": round(now_s - held.last_used_s, 1),
-        "sealed": told["sealed"],
+        "sealed": session.sealed,
         "stored": held.stored.key if held.stored else None,
     }
 

@@ -13,6 +13,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -27,6 +28,7 @@ from rl360.sessions.upstream import Upstream
 from rl360.store.object_store import ObjectStore
 
 _FILES = 65_536  # two connections a request in flight
+_TICKS_PER_SWEEP = 300  # of 0.1 s
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,13 @@ def build_service(options: ServeOptions) -> Service:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn that drains on SIGTERM and ends when its service is drained."""
+    """uvicorn that drains on SIGTERM, ends when its service is drained, and hangs up on who never finishes a request's
+    head: uvicorn itself would keep such a connection for good."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._unfinished_heads: set[Any] = set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGTERM and not self._service.registry.draining:
@@ -80,7 +84,21 @@ class DrainingServer(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_SWEEP == 0:
+            self._hang_up()
         return await super().on_tick(counter) or self._service.drained
+
+    def _hang_up(self) -> None:
+        waiting = {
+            connection
+            for connection in self.server_state.connections
+            # neither a request under way nor an idle connection, which has a timer of its own
+            if connection.timeout_keep_alive_task is None
+            and (connection.cycle is None or connection.cycle.response_complete)
+        }
+        for connection in waiting & self._unfinished_heads:
+            connection.transport.close()
+        self._unfinished_heads = waiting
 
 
 def serve(options: ServeOptions) -> None:

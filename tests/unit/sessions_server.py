@@ -91,11 +91,11 @@ class Engine:
 
 
 @contextlib.contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serving(app: Any, make: Callable[[uvicorn.Config], uvicorn.Server] = uvicorn.Server) -> Iterator[str]:
     """Run an app on a free loopback port in a thread; its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+        server = make(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

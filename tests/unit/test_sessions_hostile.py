@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import socket
 import time
@@ -16,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl360.sessions import routes
+from rl360.sessions import routes, server
 from rl360.sessions.registry import Limits, Registry
 from rl360.sessions.routes import Service, create_app
 from rl360.sessions.turns import Completion, PreparedTurn
 from tests.unit.sessions_data import BASH_SCHEMA, completion, spec, state_of, template
-from tests.unit.sessions_server import BEARER, TOKEN, Bench, engine_reply, session_bench
+from tests.unit.sessions_server import BEARER, TOKEN, Bench, engine_reply, serving, session_bench
 
 MESSAGES: list[Any] = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
 CHAT: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "tools": [BASH_SCHEMA]}
@@ -234,6 +235,28 @@ def test_what_is_not_http_ends_only_its_own_connection(bench: Bench, data: bytes
     assert bench.http.get("/health").json()["status"] == "ok"
 
 
+def test_a_head_that_never_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_TICKS_PER_SWEEP", 2)
+    service = Service(template(), Registry(template(), Limits()), _Upstream(), TOKEN)  # type: ignore[arg-type]
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with contextlib.ExitStack() as open_:
+        url = open_.enter_context(
+            serving(create_app(service), functools.partial(server.DrainingServer, service=service))
+        )
+        host, port = url.removeprefix("http://").split(":")
+        silent, first, second, idle = (
+            open_.enter_context(socket.create_connection((host, int(port)), timeout=10)) for _ in range(4)
+        )
+        first.sendall(whole[:10])
+        for connection in (second, idle):
+            connection.sendall(whole)
+            assert b" 200 " in connection.recv(1 << 16)
+        second.sendall(whole[:10])
+        assert [connection.recv(1 << 16) for connection in (silent, first, second)] == [b""] * 3
+        idle.sendall(whole)
+        assert b" 200 " in idle.recv(1 << 16)
+
+
 def test_hanging_up_anywhere_leaves_nothing_behind(bench: Bench) -> None:
     session_id, _ = bench.create()
     session = bench.service.registry.get(session_id).session
@@ -285,6 +308,9 @@ class _Upstream:
     """Answers every turn at once."""
 
     url = "in this process"
+
+    async def aclose(self) -> None:
+        pass
 
     async def generate(self, _session_id: str, _prepared: PreparedTurn) -> Completion:
         return completion()

@@ -21,7 +21,9 @@ import orjson
 import pytest
 import uvicorn
 
+from infra.local.plan import UpOptions, build_specs
 from rl360.cli import main
+from rl360.config.services import Secrets
 from rl360.errors import BadInput
 from rl360.sessions import bodies
 from rl360.sessions.openapi import ENDPOINTS
@@ -264,6 +266,22 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_rl360_up_starts_it_with_options_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = UpOptions(home="/h", model_dir="/m", sessions=2, matchers=("a:b", "c:d"))
+    secrets = Secrets(token=TOKEN, s3_access_key="a", s3_secret_key="b")
+    specs = [item for item in build_specs(options, secrets, "i") if item.name.startswith("sessions-")]
+    seen: list[ServeOptions] = []
+    monkeypatch.setattr("rl360.sessions.server.serve", seen.append)
+    for item in specs:
+        assert item.argv[1:3] == ("-m", "rl360.cli")
+        with pytest.raises(SystemExit) as ended:
+            main(list(item.argv[3:]))
+        assert not ended.value.code
+    assert [one.port for one in seen] == [13_200, 13_201] and seen[0].limits == Limits()
+    assert (seen[0].upstream, seen[0].store, seen[0].drain_s) == ("http://127.0.0.1:13100", True, 0.0)
+    assert (seen[0].model_dir, seen[0].matchers) == (Path("/m"), ("a:b", "c:d"))
 
 
 def test_over_the_budget_dead_sessions_are_given_up_and_counted() -> None:
