@@ -133,7 +133,7 @@ def locate(
     roots: Iterable[Turn], children: Callable[[Turn], Iterable[Turn]], messages: Sequence[Message], matcher: Matcher
 ) -> Place:
     """The deepest place in a tree of turns that `messages` continue or repeat; among equals one that was not cut, then
-    the latest. A turn whose reply would be the last message is not continued: nothing follows it."""
+    the latest."""
     best, best_rank = Place(), (0, False, -1)
     waiting: list[tuple[Turn, tuple[Match, ...]]] = [(turn, ()) for turn in roots]
     while waiting:
@@ -147,7 +147,7 @@ def locate(
             rank = (turn.request_end, True, turn.index)
             if rank > best_rank:
                 best, best_rank = Place(None, turn, loose), rank
-        elif turn.request_end + 1 < len(messages):
+        elif turn.request_end < len(messages):
             found = _align((turn.reply,), messages[turn.request_end : turn.request_end + 1], matcher)
             if found is None:
                 continue

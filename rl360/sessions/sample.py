@@ -259,7 +259,7 @@ def _view(
     """The array `[dtype, shape]` at `offset` as a read-only view, and the offset of the next one."""
     dtype, shape = described if isinstance(described, list) and len(described) == 2 else (None, None)
     if dtype not in dtypes:
-        raise CorruptObject(key, f"{what} is {dtype}, expected {' or '.join(dtypes)}")
+        raise CorruptObject(key, f"{what} is {str(dtype)[:20]!r}, expected {' or '.join(dtypes)}")
     if not isinstance(shape, list) or not shape or not all(type(n) is int and n >= 0 for n in shape):
         raise CorruptObject(key, f"{what} has shape {shape!r}")
     count, kind = 1, np.dtype(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rl360.errors import BadInput
 from rl360.sessions.history import MATCHERS, Match, load_matcher
 from rl360.sessions.messages import Message, ToolCall
 from rl360.sessions.turns import SessionMode
-from tests.unit.sessions_data import OPENING, completion, new_session, request
+from tests.unit.sessions_data import OPENING, completion, new_session, raw_request, request
 
 
 def called(arguments: dict[str, Any], call_id: str = "c1", content: str = "", **changes: Any) -> Message:
@@ -27,6 +28,7 @@ PAIRS: list[tuple[Message, Message, Match | None, Match | None, Match | None]] =
     (HELD, called({"line": 1, "path": "p"}, "c2"), None, Match.TOOL_CALL_JSON, Match.TOOL_CALL_JSON),
     *((HELD, called({"path": "p", "line": other}), None, None, Match.ROLE_CONTENT) for other in (1.0, "1", True, 2)),
     (HELD, called({"path": "p"}), None, None, Match.ROLE_CONTENT),
+    (HELD, Message("assistant", "", (replace(HELD.tool_calls[0], name="write"),)), None, None, Match.ROLE_CONTENT),
     (HELD, Message("assistant", ""), None, None, Match.ROLE_CONTENT),
     (HELD, called({"path": "p", "line": 1}, content="x"), None, None, None),
     (HELD, Message("user", ""), None, None, None),
@@ -113,3 +115,17 @@ def test_a_request_is_found_from_its_bytes_as_from_its_text() -> None:
         one, other = session.plan(request(history)), session.plan(request(fresh))
         assert one.base is other.base is turn
         assert one.messages == other.messages
+
+
+def test_a_turn_that_was_seen_long_ago_is_found() -> None:
+    """What was remembered last is only where the search begins: here a twin of the root, which also fits."""
+    session = new_session(mode=SessionMode.TREE)
+    messages: tuple[Message, ...] = OPENING
+    for text in ("a", "b"):
+        turn = session.commit(session.prepare(raw_request(session, messages)), completion())
+        messages = (*messages, turn.reply, Message("tool", text))
+    for number in range(8):
+        other = (OPENING[0], Message("user", f"part {number}"))
+        session.commit(session.prepare(raw_request(session, other)), completion())
+    session.commit(session.prepare(raw_request(session, OPENING)), completion())
+    assert session.plan(raw_request(session, messages)).base is turn

@@ -39,9 +39,9 @@ def held_after(turns: int = 3, first: str = "abc") -> SessionSnapshot:
     return snapshot(session)
 
 
-def refused(held: SessionSnapshot, match: str) -> None:
+def refused(held: SessionSnapshot, match: str, pick: Pick = Pick.LAST) -> None:
     with pytest.raises(SessionRefusal, match=match) as caught:
-        merge(held)
+        merge(held, pick)
     assert caught.value.code is Refusal.CANNOT_MERGE
 
 
@@ -145,6 +145,16 @@ def test_every_leaf_is_a_sample_and_each_completion_trains_once() -> None:
     assert sorted(trained) == sorted(made)
     assert sum(sample.sampled_tokens for sample in samples) == session.sampled_tokens
     assert [sample.prefix_break_tokens for sample in samples] == [0, 0, 0]
+
+
+def test_every_leaf_is_checked_over_its_whole_prefix() -> None:
+    session, made = grown_tree()
+    held = snapshot(session)
+    for name, turn in made.items():
+        where = f"turn {turn.index + 1}: .* are not the ids"
+        refused(changed(held, turn.index, ids=other_ids(turn, 0)), where, Pick.ALL)
+        if name != "root2":
+            merge(changed(held, turn.index, ids=other_ids(turn, 0)), Pick.LAST)
 
 
 def test_what_is_not_picked_is_counted_in_the_first_sample() -> None:

@@ -172,9 +172,9 @@ NAN, HALF = np.float32(np.nan).tobytes(), np.float32(-0.5).tobytes()
     [
         (lambda w: w.pop("turns"), r"lacks \['turns'\]"),
         (lambda w: w.update(extra=1), r"unknown \['extra'\]"),
-        (lambda w: w.update(tokens=[1, 2]), "tokens of a sample is 1, expected <i4"),
-        (lambda w: w.update(tokens=None), "tokens of a sample is None"),
-        (lambda w: w.update(tokens=["<i8", [13]]), "tokens of a sample is <i8"),
+        (lambda w: w.update(tokens=[1, 2]), "tokens of a sample is '1', expected <i4"),
+        (lambda w: w.update(tokens=None), "tokens of a sample is 'None'"),
+        (lambda w: w.update(tokens=["<i8", [13]]), "tokens of a sample is '<i8'"),
         (lambda w: w.update(tokens=["<i4", [-1]]), r"has shape \[-1\]"),
         (lambda w: w.update(tokens=["<i4", []]), r"has shape \[\]"),
         (lambda w: w.update(tokens=["<i4", [True]]), r"has shape \[True\]"),
