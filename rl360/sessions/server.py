@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl360.config.services import load_services, service_token
 from rl360.errors import BadInput
@@ -93,7 +94,8 @@ class DrainingServer(uvicorn.Server):
             connection
             for connection in self.server_state.connections
             # neither a request under way nor an idle connection, which has a timer of its own
-            if connection.timeout_keep_alive_task is None
+            if isinstance(connection, H11Protocol)
+            and connection.timeout_keep_alive_task is None
             and (connection.cycle is None or connection.cycle.response_complete)
         }
         for connection in waiting & self._unfinished_heads:
@@ -113,6 +115,8 @@ def serve(options: ServeOptions) -> None:
         host=options.host,
         port=options.port,
         loop="uvloop",
+        http="h11",
+        ws="none",
         access_log=False,
         log_level="warning",
         backlog=4096,
