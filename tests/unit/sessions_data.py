@@ -23,7 +23,7 @@ from rl360.sessions.history import load_matcher
 from rl360.sessions.messages import Message, Tool, parse_tools
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.routing import RoutingShape
-from rl360.sessions.turns import Completion, PreparedTurn, Request, Sampling, SessionSpec
+from rl360.sessions.turns import Completion, PreparedTurn, Request, Sampling, SessionSpec, Turn
 
 VERSION = "run:0"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=48)
@@ -53,7 +53,8 @@ EDIT_SCHEMA = {
 TOOLS: tuple[Tool, ...] = parse_tools([BASH_SCHEMA, EDIT_SCHEMA])
 BASH: tuple[Tool, ...] = parse_tools([BASH_SCHEMA])
 SHAPE = RoutingShape(layers=3, top_k=2, experts=8)
-OPENING = (Message("system", "Use bash."), Message("user", "Create hello.txt"))
+History = tuple[Message, ...]
+OPENING: History = (Message("system", "Use bash."), Message("user", "Create hello.txt"))
 
 
 def build_tokenizer() -> Tokenizer:
@@ -154,6 +155,28 @@ def completion(
 
 def call_turn(command: str) -> str:
     return f"<tool_call>bash\n{command}</tool_call><|im_end|>"
+
+
+def take(session: Session, messages: History, text: str = "done<|im_end|>", **changes: Any) -> History:
+    """Run one turn; the history the agent now holds."""
+    turn = session.commit(session.prepare(request(messages)), completion(text, **changes))
+    return (*messages, turn.reply)
+
+
+def told(history: History, text: str = "a.txt") -> History:
+    return (*history, Message("tool", text))
+
+
+def two_turns(**changes: Any) -> tuple[Session, History]:
+    session = new_session(**changes)
+    return session, take(session, told(take(session, OPENING, call_turn("ls"))))
+
+
+def context(session: Session, turn: Turn | None = None) -> list[int]:
+    """The ids on the path of a turn, joined by hand."""
+    turn = session.turns[-1] if turn is None else turn
+    before = [] if turn.parent is None else context(session, session.turns[turn.parent])
+    return before + turn.ids.tolist()
 
 
 def rows_of(start: int, end: int, seed: int = 0) -> np.ndarray:
