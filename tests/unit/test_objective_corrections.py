@@ -56,8 +56,9 @@ def test_every_mode_by_every_level(mode: str, level: str, low: float | None, exp
 
 
 def test_the_bounds_of_a_mask_are_inside() -> None:
-    got = importance_weights(f64(0, 0, 0, 0), TRAINED, mode="mask", low=1.0, high=1.0)
-    assert got.tolist() == [1, 1, 1, 1]
+    for low in (1.0, None):
+        got = importance_weights(f64(0, 0, 0, 0), TRAINED, mode="mask", low=low, high=1.0)
+        assert got.tolist() == [1, 1, 1, 1]
 
 
 def test_sums_that_overflow_are_bounded_and_what_is_not_a_number_stays() -> None:

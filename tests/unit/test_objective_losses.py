@@ -174,13 +174,14 @@ def test_entropy_bonus_by_hand_and_by_finite_differences() -> None:
 
 def test_a_kept_old_policy_has_its_own_ratio_and_weight() -> None:
     """Three policies: rollout -1.2, old -1.0, new -0.9 (decoupled PPO)."""
-    new = f64(-0.9, grad=True)
-    parts = policy_loss(new, f64(-1.2), f64(0.5), f64(1), RECOMPUTED, logprobs_old=f64(-1.0))
+    new, old = f64(-0.9, grad=True), f64(-1.0, grad=True)
+    parts = policy_loss(new, f64(-1.2), f64(0.5), f64(1), RECOMPUTED, logprobs_old=old)
     weight, ratio = math.exp(0.2), math.exp(0.1)
     assert parts.loss_sum.item() == pytest.approx(-weight * ratio * 0.5)
     assert parts.importance_sum.item() == pytest.approx(weight)
     assert parts.abs_dlogp_sum.item() == pytest.approx(0.3)
     assert grad_of(parts, new) == pytest.approx([-weight * ratio * 0.5])
+    assert old.grad is None
 
 
 # -- bounds of a bad token --------------------------------------------------------------------------------------------
@@ -316,6 +317,7 @@ def test_a_sequence_is_weighed_dropped_vetoed_as_a_whole() -> None:
     assert importance(preset="mis_geometric", correction_low=0.5, correction_high=1.1)[1] == 2, "sqrt(3) is above 1.1"
     against_rollout = {"old_policy": "rollout", "correction": "off"}
     assert importance(**against_rollout, off_policy_delta=0.1)[1] == 2, "it needs no recomputed policy"
+    assert importance(**against_rollout, veto=0.9)[1] == 2
 
 
 # -- value loss -------------------------------------------------------------------------------------------------------
