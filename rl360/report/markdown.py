@@ -86,7 +86,8 @@ def _training(ledger: StepLedger, step: Mapping[str, Any]) -> str:
         trained = (
             f"{train.trained_samples:,} samples, {train.trained_tokens:,} tokens, loss weights sum to "
             f"{train.loss_weight_sum:.6f}; loss {fixed(train.loss, 4)}, gradient norm {fixed(train.grad_norm, 3)}, "
-            f"entropy {fixed(train.entropy, 3)}, clipped {percent(train.clip_fraction)}."
+            f"entropy {fixed(train.entropy, 3)}, clipped {percent(train.clip_fraction)}, "
+            f"without weight {percent(train.masked_fraction)}."
         )
     pushed = "No push."
     if push is not None:
