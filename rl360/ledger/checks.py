@@ -107,9 +107,10 @@ def _engine_check(rows: tuple[AttemptRow, ...]) -> Check:
     """What the engine's replies to the agent add up to, against what the session recorded, per attempt.
 
     A session may hold more than its agent saw (the agent was stopped while a turn was being sampled), never less:
-    less would be tokens the engine sampled that nobody accounts for.
+    less would be tokens the engine sampled that nobody accounts for. Of one that is lost nothing is known.
     """
-    compared = [(row, row.agent_tokens) for row in rows if row.agent_tokens is not None and row.leaves]
+    known = [row for row in rows if row.leaves or row.sampled_tokens]
+    compared = [(row, row.agent_tokens) for row in known if row.agent_tokens is not None]
     lost = [row.attempt_id for row, agent_tokens in compared if agent_tokens > row.sampled_tokens]
     unseen = sum(max(0, row.sampled_tokens - agent_tokens) for row, agent_tokens in compared)
     detail = (

@@ -200,6 +200,8 @@ def _decide(
         leaves.append(bucket)
         tokens.update(counts)
     unmerged = reason if reason is Bucket.INFRA else Bucket.PREFIX_BREAK
+    if attempt.unmerged_tokens:
+        tokens[unmerged] += attempt.unmerged_tokens
     bucket = Bucket.TRAINED if Bucket.TRAINED in leaves else next(iter(leaves), unmerged)
     return Decision(
         attempt_id=attempt.attempt_id,

@@ -415,8 +415,8 @@ class AttemptRecord:
     """One try of one attempt: what the rollout task writes, and the only thing later tasks read.
 
     `verdict` is present exactly when `outcome` is passed, failed or truncated. `stored` refers to the merged samples;
-    None when the session could not be read: what was sampled is then unknown, and `sampled_tokens` is 0. `phases_s` are
-    seconds by phase.
+    None when there are none: `unmerged_tokens` is then what the session server said it had sampled, 0 when it could not
+    say. `phases_s` are seconds by phase.
     """
 
     attempt_id: str
@@ -435,10 +435,11 @@ class AttemptRecord:
     phases_s: dict[str, float] = field(default_factory=dict)
     agent_metrics: dict[str, float] = field(default_factory=dict)
     cleanup_confirmed: bool = False
+    unmerged_tokens: int = 0
 
     @property
     def sampled_tokens(self) -> int:
-        return self.stored.sampled_tokens if self.stored is not None else 0
+        return self.stored.sampled_tokens if self.stored is not None else self.unmerged_tokens
 
     def check(self, key: str) -> AttemptRecord:
         """Return self when outcome, verdict and stored sample agree; else `CorruptObject`."""
@@ -453,6 +454,10 @@ class AttemptRecord:
             raise CorruptObject(key, f"verdict of {self.verdict.attempt_id} on attempt {self.attempt_id}")
         if self.stored is not None and self.attempt_id not in self.stored.key:
             raise CorruptObject(key, f"sample {self.stored.key} on attempt {self.attempt_id}")
+        if self.unmerged_tokens < 0 or (self.unmerged_tokens and self.stored is not None):
+            raise CorruptObject(
+                key, f"{self.unmerged_tokens} unmerged tokens: a count, and only without stored samples"
+            )
         return self
 
     def to_wire(self) -> dict[str, Any]:
@@ -488,7 +493,7 @@ class AttemptRecord:
 _ATTEMPT_FIELDS = tuple(AttemptRecord.__dataclass_fields__)
 _ATTEMPT_KINDS: dict[tuple[str, ...], type] = {
     ("attempt_id", "group_id", "task_id", "exit_status", "session_id", "domain", "detail"): str,
-    ("try_index",): int,
+    ("try_index", "unmerged_tokens"): int,
     ("phases_s", "agent_metrics"): dict,
     ("cleanup_confirmed",): bool,
 }

@@ -29,6 +29,7 @@ def records(draw: st.DrawFn, outcomes: list[Outcome], first_index: int = 0) -> l
                     reward,
                     outcome=outcome,
                     sample=draw(st.sampled_from([True, True, False])),
+                    unmerged=draw(st.integers(0, 9)),
                     leaves=draw(st.lists(LEAVES, min_size=1, max_size=3)),
                     domain=draw(st.sampled_from(["files", "text"])),
                 )

@@ -34,6 +34,7 @@ def batches(draw: st.DrawFn, verdicts_only: bool = False) -> list[AttemptRecord]
                     reward,
                     outcome=Outcome(outcome),
                     sample=draw(st.sampled_from([True, True, True, False])),
+                    unmerged=draw(st.integers(0, 9)),
                     leaves=draw(st.lists(LEAVES, min_size=1, max_size=3)),
                     seed=len(attempts),
                 )

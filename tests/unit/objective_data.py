@@ -99,6 +99,7 @@ def attempt(
     step: int = 0,
     outcome: Outcome | None = None,
     sample: bool = True,
+    unmerged: int = 0,
     leaves: Sequence[dict[str, Any]] = ({},),
     domain: str = "files",
     wave: int = 0,
@@ -106,7 +107,7 @@ def attempt(
 ) -> AttemptRecord:
     """One attempt record; `reward` None makes it an infra loss (agent_timeout unless `outcome` says otherwise).
 
-    leaves: one map of arguments a sample, over `sample_args`, which are those of all.
+    leaves: one map of arguments a sample, over `sample_args`, which are those of all; unmerged: tokens without any.
     """
     group_id = f"s{step:06}-g{group:03}"
     attempt_id = f"{group_id}-a{index:02}-t0"
@@ -131,6 +132,7 @@ def attempt(
         exit_status="ok" if reward is not None else outcome.value,
         session_id=f"session-{attempt_id}",
         stored=stored,
+        unmerged_tokens=0 if sample else unmerged,
         domain=domain,
         phases_s={"queue": 0.1, "setup": 0.2, "agent": 2.0, "verify": 0.3, "teardown": 0.1},
     ).check(attempt_id)

@@ -192,6 +192,15 @@ def test_tokens_the_engine_reported_and_nobody_recorded_are_found() -> None:
         build(attempts=[short, *ATTEMPTS[1:]])
 
 
+def test_tokens_of_a_session_that_was_not_merged_are_in_the_books() -> None:
+    unmerged = attempt(0, 1, None, sample=False, unmerged=5)
+    seen = [replace(unmerged, agent_metrics={"completion_tokens": 5.0}), attempt(0, 0, 1.0)]
+    assert ledger_of(seen).attempts[1].tokens == {Bucket.INFRA: 5}
+    with pytest.raises(LedgerBroken, match=r"no token lost: .* 1 != allowed 0 \(s000000-g000-a01-t0\)"):
+        ledger_of([replace(unmerged, agent_metrics={"completion_tokens": 6.0})])
+    assert ledger_of([replace(unmerged, unmerged_tokens=0, agent_metrics={"completion_tokens": 6.0})])
+
+
 def test_malformed_objects_are_refused_by_key() -> None:
     wire = build().to_wire()
     with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 2"):

@@ -194,6 +194,13 @@ def test_a_verdict_without_a_sample_counts_for_the_group_only() -> None:
     assert result.decisions[0].sampled_tokens == 0
 
 
+def test_what_a_session_sampled_and_could_not_merge_is_counted() -> None:
+    counted = {"sample": False, "unmerged": 7}
+    result = run_filter([attempt(0, 0, 1.0, **counted), attempt(0, 1, 0.0), attempt(0, 2, None, **counted)])
+    assert buckets(result) == [Bucket.PREFIX_BREAK, Bucket.TRAINED, Bucket.INFRA]
+    assert result.tokens == {Bucket.PREFIX_BREAK: 7, Bucket.TRAINED: 6, Bucket.INFRA: 7}
+
+
 def test_duplicates_and_missing_groups_are_refused() -> None:
     with pytest.raises(BadInput, match="s000000-g000-a00-t0 appears twice"):
         run_filter([attempt(0, 0, 1.0), attempt(0, 0, 1.0)])

@@ -333,11 +333,13 @@ def record(reward: float | None = 1.0, stored: SampleRef | None = None, **change
     return AttemptRecord(**{**fields, **changes}).check(KEY)
 
 
-@pytest.mark.parametrize("one", [record(stored=reference()), record(None, reference()), record(0.0)])
+@pytest.mark.parametrize(
+    "one", [record(stored=reference()), record(None, reference()), record(0.0), record(unmerged_tokens=7)]
+)
 def test_a_record_comes_back(one: AttemptRecord) -> None:
     found = AttemptRecord.from_wire(unpack(pack(one.to_wire()), KEY), KEY)
     assert found == one
-    assert found.sampled_tokens == (9 if one.stored else 0)
+    assert found.sampled_tokens == (9 if one.stored else one.unmerged_tokens)
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
@@ -368,6 +370,9 @@ def test_a_verdict_exactly_where_the_outcome_has_one(outcome: Outcome) -> None:
         (lambda w: w["stored"].update(sha256=""), "64 hex digits"),
         (lambda w: w.update(stored=[]), "sample reference is list"),
         (lambda w: w.update(try_index="0"), "try_index is of type str"),
+        (lambda w: w.update(unmerged_tokens=1), "1 unmerged tokens: a count, and only without stored samples"),
+        (lambda w: w.update(stored=None, unmerged_tokens=-1), "-1 unmerged tokens"),
+        (lambda w: w.update(unmerged_tokens=True), "unmerged_tokens is of type bool"),
         (lambda w: w.update(phases_s=None), "phases_s is of type NoneType"),
         (lambda w: w.pop("task_id"), r"lacks \['task_id'\]"),
         (lambda w: w.update(sample=None), r"unknown \['sample'\]"),
