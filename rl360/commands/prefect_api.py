@@ -5,6 +5,7 @@ rl360 never imports prefect (flows and tasks do): triggering and watching a flow
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ import httpx
 from rl360.errors import Rl360Error, ServiceError
 
 _TIMEOUT_S = 20.0
+_BUSY = frozenset({429, 502, 503})  # a Prefect whose SQLite is locked answers 503
+_BUSY_PATIENCE_S = 60.0
 ACTIVE = ("SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED")
 TERMINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
@@ -40,7 +43,8 @@ class PrefectApi:
     def trigger(self, deployment: str, parameters: dict[str, Any]) -> FlowRun:
         """Create a flow run of `flow/deployment`; parameters the form would refuse are refused here too."""
         found = self._call("GET", f"/deployments/name/{deployment}")
-        return _flow_run(self._call("POST", f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters}))
+        body = {"parameters": parameters, "idempotency_key": uuid.uuid4().hex}  # asked twice, it is still one flow run
+        return _flow_run(self._call("POST", f"/deployments/{found['id']}/create_flow_run", body))
 
     def flow_run(self, flow_run_id: str) -> FlowRun:
         return _flow_run(self._call("GET", f"/flow_runs/{flow_run_id}"))
@@ -66,9 +70,15 @@ class PrefectApi:
         return f"{self.ui_url.rstrip('/')}/runs/flow-run/{flow_run_id}"
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One request, again while Prefect says that it is busy: each of ours may be sent twice."""
+        give_up_at, pause_s = time.monotonic() + _BUSY_PATIENCE_S, 0.5
         try:
             response = self._http.request(method, path, json=body)
             if response.status_code == 403 and "CSRF" in response.text and self._fetch_csrf_token():
+                response = self._http.request(method, path, json=body)
+            while response.status_code in _BUSY and time.monotonic() < give_up_at:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 5.0)
                 response = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise ServiceError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,12 @@ def change(services: Services, path: str, body: dict[str, object]) -> httpx.Resp
     api = services.prefect_api_url
     token = httpx.get(f"{api}/csrf-token?client=test", timeout=20).json()["token"]
     headers = {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": "test"}
-    return httpx.post(f"{api}/{path}", json=body, headers=headers, timeout=20)
+    for _ in range(20):
+        answer = httpx.post(f"{api}/{path}", json=body, headers=headers, timeout=20)
+        if answer.status_code != 503:  # busy: its SQLite is locked
+            break
+        time.sleep(1)
+    return answer
 
 
 def test_each_step_left_an_artifact_and_a_flow(services: Services, run: str) -> None:

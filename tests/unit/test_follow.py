@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rl360.commands import follow as follow_module
+from rl360.commands import prefect_api
 from rl360.commands.prefect_api import PrefectApi
 from rl360.commands.run import launch
 from rl360.config.run import RunConfig
@@ -93,6 +94,7 @@ def test_a_restart_of_prefect_does_not_end_the_watching(tmp_path: Path, monkeypa
 def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow_module, "_POLL_S", 0.01)
     monkeypatch.setattr(follow_module, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(prefect_api, "_BUSY_PATIENCE_S", 0.05)
     with prefect((503, {})) as (url, _), pytest.raises(ServiceError, match="answered 503"):
         follow(tmp_path, url)
 
@@ -105,6 +107,13 @@ def test_what_a_schedule_plans_for_later_is_not_active() -> None:
     ]
     with prefect((200, runs)) as (url, _):
         assert [run.state_name for run in PrefectApi(url, url).active()] == ["Scheduled", "Late"]
+
+
+def test_a_busy_prefect_is_asked_again_for_the_same_flow_run() -> None:
+    with prefect((200, {"id": "d"}), (503, {}), (200, flow_run("SCHEDULED"))) as (url, asked):
+        assert PrefectApi(url, url).trigger("rl_run/local", {"config": {}}).state == "SCHEDULED"
+    (_path, first), (_path, second) = asked[1:]
+    assert first == second and len(first["idempotency_key"]) == 32
 
 
 def test_cancelling_is_asked_for_not_forced() -> None:
