@@ -2,7 +2,7 @@
 
 Groups are told apart by id, never by position, and an attempt counts once, however many samples it became. Only
 attempts with a verdict may be passed in: one without has no reward, so it has no place in a mean.
-Sums run in the order of (scope, attempt id), so the result is bitwise the same whatever order attempts arrived in.
+Sums run in the order of attempt ids, so the result is bitwise the same whatever order attempts arrived in.
 
 Formulas (r reward, k attempts of a group, means and population deviations over the scope named):
 
@@ -41,8 +41,9 @@ def scopes(estimator: str, group_ids: Sequence[str]) -> list[str]:
 
 def group_index(group_ids: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Sorted distinct group ids, and for each attempt the index of its group, int64 `[attempts]`."""
-    names, index = np.unique(np.asarray(group_ids, dtype=object).astype(str), return_inverse=True)
-    return [str(name) for name in names], index.astype(np.int64)
+    names = sorted(set(group_ids))
+    number = dict(zip(names, range(len(names)), strict=True))
+    return names, np.fromiter(map(number.__getitem__, group_ids), np.int64, len(group_ids))
 
 
 def attempt_advantages(
@@ -69,27 +70,28 @@ def attempt_advantages(
     if not np.isfinite(rewards).all():
         bad = attempt_ids[int(np.flatnonzero(~np.isfinite(rewards))[0])]
         raise BadInput(f"attempt {bad}: reward is not finite; a verdict must hold a finite number")
+    order = np.array(sorted(range(len(rewards)), key=attempt_ids.__getitem__))
     _, index = group_index(scopes(estimator, group_ids))
-    order = np.lexsort((np.asarray(attempt_ids, dtype=object).astype(str), index))
-    ordered, scope = rewards[order], index[order]
+    advantages = np.empty_like(rewards)
+    advantages[order] = scope_advantages(rewards[order], index[order], estimator, normalize_std)
+    return advantages
+
+
+def scope_advantages(rewards: np.ndarray, scope: np.ndarray, estimator: str, normalize_std: bool) -> np.ndarray:
+    """The formulas on arrays: rewards float64 and the index of each one's scope (every index up to the largest occurs),
+    both `[attempts]`. Sums run in the order given."""
     count = np.bincount(scope)
-    centred = ordered - _means(ordered, scope)
+    centred = rewards - (np.bincount(scope, weights=rewards) / count)[scope]
     if estimator == "rloo":
         centred *= (count / np.maximum(count - 1, 1))[scope]
     elif estimator != "grpo":
         centred /= _deviations(centred, np.zeros_like(scope)) + STD_EPS
     elif normalize_std:
         centred /= _deviations(centred, scope) + STD_EPS
-    advantages = np.empty_like(centred)
-    advantages[order] = centred
-    return advantages
-
-
-def _means(values: np.ndarray, scope: np.ndarray) -> np.ndarray:
-    """The mean of each value's scope. bincount adds one after the other, so a scope's sum depends on it alone."""
-    return (np.bincount(scope, weights=values) / np.bincount(scope))[scope]
+    return centred
 
 
 def _deviations(centred: np.ndarray, scope: np.ndarray) -> np.ndarray:
-    """The population deviation of each value's scope."""
-    return np.sqrt(_means(centred * centred, scope))
+    """The population deviation of each value's scope. bincount adds one after the other, so a scope's sum depends on it
+    alone."""
+    return np.sqrt(np.bincount(scope, weights=centred * centred) / np.bincount(scope))[scope]
