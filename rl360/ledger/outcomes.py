@@ -54,5 +54,10 @@ class Bucket(StrEnum):
     PADDING = "padding"
 
 
+# Why a session itself keeps sampled tokens out of its samples, in the order they are written down.
+DROPPED: tuple[Bucket, ...] = (
+    *(Bucket.AFTER_TRUNCATION, Bucket.PREFIX_BREAK, Bucket.DUPLICATE),
+    *(Bucket.STALE, Bucket.ROUTING_MISALIGNED, Bucket.NONFINITE, Bucket.INFRA),
+)
 NOT_SAMPLED: frozenset[Bucket] = frozenset({Bucket.PROMPT, Bucket.OBSERVATION, Bucket.PADDING})
 SAMPLED: tuple[Bucket, ...] = tuple(b for b in Bucket if b not in NOT_SAMPLED)

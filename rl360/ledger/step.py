@@ -7,6 +7,7 @@ pictures - is computed from this object alone (rl360.ledger.metrics), never from
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -226,13 +227,16 @@ def _refused(decision: Decision) -> Decision:
     def booked(bucket: Bucket) -> Bucket:
         return Bucket.NONFINITE if bucket is Bucket.TRAINED else bucket
 
+    tokens: Counter[Bucket] = Counter()
+    for bucket, count in decision.tokens.items():
+        tokens[booked(bucket)] += count
     return replace(
         decision,
         bucket=Bucket.NONFINITE,
         advantage=None,
         token_weight=None,
         leaves=tuple(booked(bucket) for bucket in decision.leaves),
-        tokens={booked(bucket): count for bucket, count in decision.tokens.items()},
+        tokens=dict(tokens),
     )
 
 

@@ -4,15 +4,15 @@ Contract: each attempt gets exactly one `Decision`, each of its samples (leaves)
 the decision's token counts sum to what the attempt sampled. Rules, first match wins:
 
     no verdict                                  infra
-    verdict but no stored sample                prefix_break        (its reward still counts for the group)
+    verdict but no merged sample                prefix_break        (its reward still counts for the group)
     sampled under another version, or with      stale               (same)
     other parameters than the run's
     more tokens than `max_seq_len`              over_length         (same)
     fewer than two verdicts in the scope        insufficient_valid
     all verdicts of the scope agree             zero_disagreement
-    nothing sampled is left under the mask      after_truncation, prefix_break or duplicate, whichever took it
-    otherwise                                   trained; what a cut, a rewritten history or a lost race took:
-                                                after_truncation, prefix_break, duplicate
+    nothing sampled is left under the mask      the first bucket of what its session dropped
+    otherwise                                   trained; what its session dropped (a cut, a rewritten history, a lost
+                                                race, a refused reply): the bucket the session booked it in
 
 The scope is what the baseline is a mean of: the group, or with the estimator `reinforce_pp` the step.
 "Valid" means *has a verdict* and nothing else, so a baseline never depends on what infra did to others, and an attempt
@@ -264,17 +264,10 @@ def _leaf_reason(leaf: LeafCounts, expected_version: str, max_seq_len: int) -> B
     return Bucket.OVER_LENGTH if leaf.tokens > max_seq_len else None
 
 
-def _dropped(leaf: LeafCounts) -> dict[Bucket, int]:
-    return {
-        Bucket.AFTER_TRUNCATION: leaf.after_truncation,
-        Bucket.PREFIX_BREAK: leaf.prefix_break,
-        Bucket.DUPLICATE: leaf.duplicate,
-    }
-
-
 def _place_tokens(leaf: LeafCounts, reason: Bucket | None) -> tuple[Bucket, dict[Bucket, int]]:
     """The sample's final bucket and its sampled tokens by bucket (zero counts left out)."""
-    tokens = {reason: leaf.sampled_tokens} if reason else {Bucket.TRAINED: leaf.trainable, **_dropped(leaf)}
+    dropped = {Bucket(name): count for name, count in leaf.dropped.items()}
+    tokens = {reason: leaf.sampled_tokens} if reason else {Bucket.TRAINED: leaf.trainable, **dropped}
     left = {bucket: count for bucket, count in tokens.items() if count}
     return reason or next(iter(left), Bucket.PREFIX_BREAK), left
 
@@ -294,7 +287,7 @@ def _refuse_malformed(attempts: Sequence[AttemptRecord]) -> None:
             has = "a verdict" if attempt.verdict is not None else "no verdict"
             raise BadInput(f"attempt {name}: outcome {attempt.outcome} with {has}; a reward exists only with a verdict")
         for index, leaf in enumerate(_leaves(attempt)):
-            dropped = sum(_dropped(leaf).values())
+            dropped = sum(leaf.dropped.values())
             if leaf.trainable + dropped != leaf.sampled_tokens:
                 raise BadInput(
                     f"attempt {name} leaf {index}: {leaf.trainable} tokens under the loss mask + {dropped} dropped != "

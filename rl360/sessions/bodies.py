@@ -111,6 +111,7 @@ class LeafColumns(_Body):
     tokens: list[int]
     trainable: list[int]
     sampled_tokens: list[int]
+    dropped: list[dict[str, int]]
     versions: list[list[str]]
 
 
@@ -154,10 +155,12 @@ class ErrorDetail(_Body):
     type: str
     code: str
     param: None = None
+    sampled_tokens: int | None = Field(None, description="of cannot_merge: all that the session sampled")
 
 
 class Error(_Body):
-    """Every refusal, in the OpenAI clients' shape. A refusal never changes a session."""
+    """Every refusal, in the OpenAI clients' shape. A refusal changes no session, but for what was sampled for it, which
+    is counted."""
 
     error: ErrorDetail
 

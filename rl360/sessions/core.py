@@ -28,10 +28,11 @@ import numpy as np
 import orjson
 
 from rl360.errors import BadInput
+from rl360.ledger.outcomes import Bucket
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.history import MATCHERS, Match, Matcher, Place, difference, history, locate, path
 from rl360.sessions.messages import Message, Tool, ToolCall, check_sequence, openai_message, parse_tools
-from rl360.sessions.refusals import Refusal, SessionRefusal
+from rl360.sessions.refusals import BUCKETS, Refusal, SessionRefusal
 from rl360.sessions.routing import RoutingShape, check_rows
 from rl360.sessions.turns import (
     TURN_BYTES,
@@ -85,9 +86,9 @@ class Session:
         self._turn_bytes = 0
         self._raw_bytes = 0
         self.sampled_tokens = 0
-        self.duplicate_tokens = 0
-        self.after_truncation_tokens = 0
+        self.dropped: Counter[str] = Counter()
         self.requests_after_cut = 0
+        self.requests_unanswered = 0
         self.ignored_params: Counter[str] = Counter()
         self.recorded_params: Counter[str] = Counter()
 
@@ -155,7 +156,6 @@ class Session:
         self._require_open()
         head = self.head if self.linear else None
         if head is not None and head.cut:
-            self.requests_after_cut += 1
             raise _cut(head)
         sampling, differs = self._sampling(asked or {})
         if head is not None and request.tools != head.tools:
@@ -191,7 +191,6 @@ class Session:
         if base is None or repeats is not None:
             return base, repeats, place.loose
         if base.cut:
-            self.requests_after_cut += 1
             raise _cut(base)
         wrong = self._not_appended(base, request.messages)
         if wrong is None:
@@ -293,15 +292,14 @@ class Session:
         return PreparedTurn(self.epoch, input_ids, max_new, plan.sampling, routing_from, plan)
 
     def commit(self, prepared: PreparedTurn, completion: Completion, ignored_params: Sequence[str] = ()) -> Turn:
-        """Record the turn. Everything is checked first: a refusal leaves the turns as they were.
-
-        A linear request that lost its race is refused (`lost_race`), and what was sampled for it is counted.
-        """
+        """Record the turn. Everything is checked first: a refusal changes nothing and tells what was sampled for it."""
         self._require_open()
-        self._check(prepared, completion)
-        if self.linear and prepared.epoch != self.epoch:
-            self._count_lost(len(completion.output_ids))
-        self._require_epoch(prepared.epoch)
+        try:
+            self._check(prepared, completion)
+            self._require_epoch(prepared.epoch)
+        except SessionRefusal as refusal:
+            refusal.sampled = completion.output_ids.size
+            raise
         turn = self._turn(prepared, completion)
         self._record(prepared.plan, turn)
         ignored = list(ignored_params)
@@ -312,12 +310,17 @@ class Session:
         _count(self.ignored_params, ignored)
         return turn
 
-    def _count_lost(self, sampled: int) -> None:
-        self.sampled_tokens += sampled
-        if self.head is not None and self.head.cut:
-            self.after_truncation_tokens += sampled
-        else:
-            self.duplicate_tokens += sampled
+    def count_refused(self, refusal: SessionRefusal) -> None:
+        """Book what was sampled for a refused request: all that is left of it. Not when the session is over."""
+        if self.sealed or self.closed:
+            return
+        self.requests_after_cut += refusal.code is Refusal.CUT_TURN
+        self.requests_unanswered += refusal.code is Refusal.BAD_UPSTREAM and refusal.sampled is None
+        if refusal.sampled:
+            lost_to_cut = refusal.code is Refusal.LOST_RACE and self.head is not None and self.head.cut
+            bucket = Bucket.AFTER_TRUNCATION if lost_to_cut else BUCKETS.get(refusal.code, Bucket.INFRA)
+            self.dropped[str(bucket)] += refusal.sampled
+            self.sampled_tokens += refusal.sampled
 
     def _turn(self, prepared: PreparedTurn, completion: Completion) -> Turn:
         plan = prepared.plan
@@ -384,8 +387,10 @@ class Session:
             raise _bad(f"{len(ids)} tokens sampled, expected 1 to {prepared.max_new_tokens}")
         if int(ids.min()) < 0 or int(ids.max()) >= self._template.vocab_size:
             raise _bad(f"ids span {ids.min()} to {ids.max()}, the vocabulary has {self._template.vocab_size}")
-        if not np.isfinite(logprobs).all() or float(logprobs.max()) > _POSITIVE_LOGPROB:
-            raise _bad(f"log-probs span {logprobs.min()} to {logprobs.max()}, expected finite and at most 0")
+        if not np.isfinite(logprobs).all():
+            raise SessionRefusal(Refusal.NONFINITE, "upstream reply refused: a log-prob is not finite")
+        if float(logprobs.max()) > _POSITIVE_LOGPROB:
+            raise _bad(f"log-probs span {logprobs.min()} to {logprobs.max()}, expected at most 0")
         stops = self._template.stop_ids
         ends = np.flatnonzero(np.isin(ids, stops))
         if completion.finish_reason == "stop":
@@ -449,12 +454,12 @@ class Session:
             "tokens": turns[-1].end if turns else 0,
             "leaves": sum(turn.index not in self._children for turn in turns),
             "sampled_tokens": self.sampled_tokens,
-            "duplicate_tokens": self.duplicate_tokens,
-            "after_truncation_tokens": self.after_truncation_tokens,
+            "dropped": self._dropped(),
             "prompt_tokens": sum(turn.prompt_end for turn in turns),
             "cached_tokens": sum(turn.cached_tokens for turn in turns),
             "reprefilled_rows": sum(turn.reprefilled_rows for turn in turns),
             "requests_after_cut": self.requests_after_cut,
+            "requests_unanswered": self.requests_unanswered,
             "held_bytes": self.held_bytes,
             "cut": bool(turns and turns[-1].cut),
             "format_errors": sum(turn.format_errors for turn in turns),
@@ -465,6 +470,12 @@ class Session:
             "sampling_differs": sum(turn.sampling_differs for turn in turns),
             "turns": [_describe(turn) for turn in turns],
         }
+
+    def _dropped(self) -> dict[str, int]:
+        """Sampled tokens that no sample will train; of a tree without what the pick of its leaves will leave out."""
+        kept = path(self.turns, self.head) if self.linear else self.turns
+        left = sum(turn.sampled for turn in self.turns) - sum(turn.sampled for turn in kept)
+        return dict(self.dropped + Counter({str(Bucket.PREFIX_BREAK): left}))
 
     def _require_exists(self) -> None:
         if self.closed:

@@ -5,8 +5,8 @@
   what was *sent*, and of that plus what was sampled; ids that changed after they were sent refuse the merge;
 - mask 1 exactly on sampled ids, and each completion under the mask of one leaf only, the first that holds it;
 - rows of routed experts stay the pieces they came in; they are joined when they are written;
-- what no kept leaf holds is counted (`prefix_break`), as is what was sampled for requests that lost (`duplicate`) or
-  came after a cut (`after_truncation`): sampled = under a mask + counted, or the merge is refused.
+- what no kept leaf holds is counted (`prefix_break`), as is what was sampled and not recorded, in the bucket of its
+  reason: sampled = under a mask + counted, or the merge is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from enum import StrEnum
 import numpy as np
 
 from rl360.errors import CorruptObject
+from rl360.ledger.outcomes import DROPPED, Bucket
 from rl360.sessions.core import Session
 from rl360.sessions.history import path
 from rl360.sessions.refusals import Refusal, SessionRefusal
@@ -43,8 +44,7 @@ class SessionSnapshot:
     spec: SessionSpec
     turns: tuple[Turn, ...]
     sampled_tokens: int
-    duplicate_tokens: int
-    after_truncation_tokens: int
+    dropped: dict[str, int]
 
 
 def snapshot(session: Session) -> SessionSnapshot:
@@ -54,13 +54,21 @@ def snapshot(session: Session) -> SessionSnapshot:
         spec=session.spec,
         turns=tuple(session.turns),
         sampled_tokens=session.sampled_tokens,
-        duplicate_tokens=session.duplicate_tokens,
-        after_truncation_tokens=session.after_truncation_tokens,
+        dropped=dict(session.dropped),
     )
 
 
 def merge(held: SessionSnapshot, pick: Pick = Pick.LAST) -> tuple[MergedSample, ...]:
-    """The samples of a session, at least one; `SessionRefusal(cannot_merge)` names what does not hold."""
+    """The samples of a session, at least one; `SessionRefusal(cannot_merge)` names what does not hold and carries what
+    the session sampled."""
+    try:
+        return _merge(held, pick)
+    except SessionRefusal as refusal:
+        refusal.sampled = held.sampled_tokens
+        raise
+
+
+def _merge(held: SessionSnapshot, pick: Pick) -> tuple[MergedSample, ...]:
     if not held.turns:
         raise SessionRefusal(Refusal.CANNOT_MERGE, f"session {held.session_id} has no recorded turn")
     pick = Pick.LAST if held.spec.mode is SessionMode.LINEAR else pick
@@ -111,10 +119,9 @@ def _sample(held: SessionSnapshot, number: int, line: list[Turn], owned: list[Tu
         mask[turn.prompt_end : turn.end] = 1
         logprobs[turn.prompt_end : turn.end] = turn.logprobs
     pieces = tuple(turn.routing for turn in line if turn.routing is not None)
-    first = number == 0
-    prefix_break = sum(turn.sampled for turn in left)
-    after_truncation = held.after_truncation_tokens if first else 0
-    duplicate = held.duplicate_tokens if first else 0
+    taken = Counter(held.dropped if number == 0 else {})
+    taken[Bucket.PREFIX_BREAK] += sum(turn.sampled for turn in left)
+    dropped = {str(bucket): taken[bucket] for bucket in DROPPED if taken[bucket]}
     counted = [*owned, *left]
     return MergedSample(
         attempt_id=held.spec.attempt_id,
@@ -128,10 +135,8 @@ def _sample(held: SessionSnapshot, number: int, line: list[Turn], owned: list[Tu
         version_spans=[span for turn in owned for span in turn.spans],
         routing_pieces=pieces,
         row_forward=_row_forward(line) if pieces else None,
-        sampled_tokens=sum(turn.sampled for turn in owned) + prefix_break + after_truncation + duplicate,
-        after_truncation_tokens=after_truncation,
-        prefix_break_tokens=prefix_break,
-        duplicate_tokens=duplicate,
+        sampled_tokens=sum(turn.sampled for turn in owned) + sum(dropped.values()),
+        dropped=dropped,
         truncated=line[-1].cut,
         turns=len(line),
         cached_tokens=sum(turn.cached_tokens for turn in counted),

@@ -21,7 +21,7 @@ _TURN = (
     *(Refusal.BAD_BODY, Refusal.PARAMS, Refusal.BAD_HISTORY, Refusal.TOOLS_CHANGED, Refusal.NOT_FOUND),
     *(Refusal.CUT_TURN, Refusal.LOST_RACE, Refusal.SEALED, Refusal.LENGTH, Refusal.OVER_BUDGET, Refusal.SLOW_BODY),
     Refusal.TOO_MANY,
-    *(Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION, Refusal.BAD_ROUTING),
+    *(Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION, Refusal.BAD_ROUTING, Refusal.NONFINITE),
 )
 _BODY = (Refusal.BAD_BODY, Refusal.OVER_BUDGET, Refusal.SLOW_BODY)
 _KNOWN = (Refusal.UNAUTHORIZED, Refusal.NOT_FOUND)

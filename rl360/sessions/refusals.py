@@ -1,6 +1,7 @@
 """Why a session refuses a request: one code a reason, with the HTTP status the server answers.
 
-A refusal never changes what the session holds. `retry` tells the stock OpenAI client whether the same request could
+A refusal never changes what the session holds; it tells what was sampled for it (`sampled`), so that this can be
+counted in the bucket of its reason (`BUCKETS`). `retry` tells the stock OpenAI client whether the same request could
 succeed: it retries every 409 on its own, and a verbatim retry after a lost race would roll back the winner's turn.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from rl360.errors import Rl360Error
+from rl360.ledger.outcomes import Bucket
 
 
 class Refusal(StrEnum):
@@ -36,6 +38,7 @@ class Refusal(StrEnum):
     NO_ENGINE = "no_engine"
     WRONG_VERSION = "wrong_version"
     BAD_ROUTING = "bad_routing"
+    NONFINITE = "nonfinite"
     DRAINING = "draining"
     STORE_UNAVAILABLE = "store_unavailable"
 
@@ -63,19 +66,30 @@ HTTP_STATUS: dict[Refusal, int] = {
     Refusal.NO_ENGINE: 502,
     Refusal.WRONG_VERSION: 502,
     Refusal.BAD_ROUTING: 502,
+    Refusal.NONFINITE: 502,
     Refusal.DRAINING: 503,
     Refusal.STORE_UNAVAILABLE: 503,
+}
+
+# Of replies that were sampled and refused for another reason: infra.
+BUCKETS: dict[Refusal, Bucket] = {
+    Refusal.LOST_RACE: Bucket.DUPLICATE,
+    Refusal.WRONG_VERSION: Bucket.STALE,
+    Refusal.BAD_ROUTING: Bucket.ROUTING_MISALIGNED,
+    Refusal.NONFINITE: Bucket.NONFINITE,
 }
 
 _RETRY = frozenset(code for code, status in HTTP_STATUS.items() if status in (408, 429, 502, 503))
 
 
 class SessionRefusal(Rl360Error):
-    """A request that was refused, with its code; the message is one line."""
+    """A request that was refused, with its code; the message is one line. `sampled`: ids the engine sampled for it,
+    None when nobody says; when a session cannot be merged, all it sampled."""
 
-    def __init__(self, code: Refusal, message: str) -> None:
+    def __init__(self, code: Refusal, message: str, sampled: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.sampled = sampled
 
     @property
     def status(self) -> int:

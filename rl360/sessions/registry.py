@@ -11,6 +11,7 @@ always makes a new session.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections import OrderedDict
@@ -25,7 +26,7 @@ from rl360.sessions.merge import Pick
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.routing import RoutingShape
 from rl360.sessions.sample import SampleRef
-from rl360.sessions.turns import SessionSpec
+from rl360.sessions.turns import SessionSpec, Turn
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,15 @@ class Limits:
 
 @dataclass
 class Held:
-    """A session in this server. `body_bytes` are the bodies of its requests in flight; `store_as` is the (key, pick)
-    its samples are being or were written as, `stored` where they are, once they are."""
+    """A session in this server. `body_bytes` are the bodies of its requests in flight, `turns` those being answered;
+    `store_as` is the (key, pick) its samples are being or were written as, `stored` where they are, once they are."""
 
     session: Session
     last_used_s: float
     in_flight: int = 0
     body_bytes: int = 0
     counted_bytes: int = 0
+    turns: set[asyncio.Task[Turn]] = field(default_factory=set)
     store_as: tuple[str, Pick] | None = None
     stored: SampleRef | None = None
 

@@ -52,6 +52,7 @@ log = logging.getLogger("rl360.sessions")
 
 CLIENT_GONE = 499  # nobody reads this reply; the status is for logs
 BODY_S = 60.0
+STORE_WAITS_S = 10.0  # for turns that are being sampled
 _RENDER_IN_THREAD_BYTES = 64 << 10
 _STORES_AT_ONCE = 4
 _EVICT_EVERY_S = 15.0
@@ -75,12 +76,17 @@ class Call:
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.scope["headers"] if key == name), b"")
 
-    async def unless_gone(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work`, or None when the client went away first: then it is cancelled and its end awaited."""
+    async def unless_gone(self, work: Coroutine[Any, Any, Turn], running: set[asyncio.Task[Turn]]) -> Turn | None:
+        """The result of `work`, or None when the client went away first: then it is cancelled and its end awaited.
+        It is one of `running` until it ends."""
         task = asyncio.ensure_future(work)
+        running.add(task)
+        task.add_done_callback(running.discard)
         gone = asyncio.ensure_future(self.receive())  # the body is read: the next message is the disconnect
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.cancelled():
+                raise _storing()
             return task.result() if task.done() else None
         finally:
             gone.cancel()
@@ -163,17 +169,30 @@ class Service:
             session = held.session
             asked = read(await self.read_body(call, held))
             self.registry.make_room()
-            prepared = await self._prepare(session, _read(session, asked), asked.asked)
-            completion = await call.unless_gone(self.upstream.generate(session.session_id, prepared))
-            if completion is None:
+            if held.store_as is not None:
+                raise _storing()
+            turn = await call.unless_gone(self._sample(session, asked), held.turns)
+            if turn is None:
                 raise _Gone
-            turn = session.commit(prepared, completion, asked.ignored)
             self.turns += 1
             if asked.stream:
                 # generated as a whole before it is recorded; the events then leave in one write
                 headers = ((b"cache-control", b"no-cache"),)
                 return Reply(events(session, turn, asked), media=b"text/event-stream; charset=utf-8", headers=headers)
             return Reply(body(session, turn, asked))
+
+    async def _sample(self, session: Session, asked: AgentRequest) -> Turn:
+        """Prepare, sample and record. Whatever the engine says it sampled is counted before this ends."""
+        try:
+            prepared = await self._prepare(session, _read(session, asked), asked.asked)
+            completion = await self.upstream.generate(session.session_id, prepared)
+            return session.commit(prepared, completion, asked.ignored)
+        except SessionRefusal as refusal:
+            session.count_refused(refusal)
+            raise
+        except asyncio.CancelledError:
+            session.requests_unanswered += 1
+            raise
 
     @contextlib.contextmanager
     def _request(self, call: Call) -> Iterator[Held]:
@@ -252,6 +271,7 @@ class Service:
                 )
             if held.stored is None:
                 held.store_as = as_asked
+                await _end(held.turns)
                 held.session.seal()
                 write = (self.store_in, snapshot(held.session), *as_asked)
                 try:
@@ -353,7 +373,8 @@ class _Route:
         headers: tuple[tuple[bytes, bytes], ...] = () if error.retry else ((b"x-should-retry", b"false"),)
         if error.code in (Refusal.DRAINING, Refusal.TOO_MANY):
             headers += ((b"retry-after", b"1"),)
-        return Reply(shape(str(error.code), str(error), error.status), error.status, headers=headers)
+        more = {"sampled_tokens": error.sampled} if error.code is Refusal.CANNOT_MERGE else {}
+        return Reply(shape(str(error.code), str(error), error.status, **more), error.status, headers=headers)
 
 
 def create_app(service: Service) -> Starlette:
@@ -400,6 +421,20 @@ def _read(session: Session, asked: AgentRequest) -> Request:
 
 def _over(problem: str) -> SessionRefusal:
     return SessionRefusal(Refusal.OVER_BUDGET, problem)
+
+
+def _storing() -> SessionRefusal:
+    return SessionRefusal(Refusal.SEALED, "the session takes no more turns: its samples are being stored")
+
+
+async def _end(turns: set[asyncio.Task[Turn]]) -> None:
+    """Wait for the turns that are being sampled; what takes too long is cancelled."""
+    if turns:
+        _ended, late = await asyncio.wait(turns, timeout=STORE_WAITS_S)
+        for turn in late:
+            turn.cancel()
+        if late:
+            await asyncio.wait(late)
 
 
 def _check_key(key: str, session: Session) -> None:

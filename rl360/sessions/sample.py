@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rl360.config.run import explain
 from rl360.errors import BadInput, CorruptObject
 from rl360.harbor.verdict import Verdict
-from rl360.ledger.outcomes import HAS_VERDICT, Outcome
+from rl360.ledger.outcomes import DROPPED, HAS_VERDICT, Outcome
 from rl360.sessions.routing import RowForward
 from rl360.store.codec import pack
 
@@ -39,8 +39,9 @@ class MergedSample:
     routing_pieces: consecutive pieces `[rows, layers, top_k]`, uint8 or uint16, T-1 rows in all; none for a dense
     model. `routing` is their concatenation. row_forward `[T-1]` uint8: `RowForward` of each row.
 
-    `mask.sum() + after_truncation_tokens + prefix_break_tokens + duplicate_tokens == sampled_tokens`; the first sample
-    of a session carries the counts of what no kept leaf holds, so sums over its samples are the session's own.
+    dropped: sampled tokens that train nowhere, by the name of their bucket (one of `DROPPED`), zero counts left out:
+    `mask.sum() + sum(dropped) == sampled_tokens`. The first sample of a session carries the counts of what no kept leaf
+    holds, so sums over its samples are the session's own.
     sampling_differs: turns that train here and were sampled with other parameters than the session's.
     canonical, matches: turns by how they were spelled, echoed messages by how loosely they matched.
     """
@@ -54,12 +55,10 @@ class MergedSample:
     logprobs: np.ndarray
     version_spans: list[tuple[int, int, str]]
     sampled_tokens: int
-    after_truncation_tokens: int
-    prefix_break_tokens: int
     truncated: bool
     turns: int
     leaf: int = 0
-    duplicate_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
     cached_tokens: int = 0
     prompt_tokens: int = 0
     reprefilled_rows: int = 0
@@ -87,12 +86,7 @@ class MergedSample:
             raise CorruptObject(key, "logprobs holds a value that is not finite")
         if np.any(self.logprobs[self.loss_mask == 0] != 0.0):
             raise CorruptObject(key, "logprobs is not 0 on an id that was not sampled")
-        kept = int(np.count_nonzero(self.loss_mask))
-        total = kept + self.after_truncation_tokens + self.prefix_break_tokens + self.duplicate_tokens
-        if total != self.sampled_tokens:
-            raise CorruptObject(
-                key, f"kept {kept} + dropped {total - kept} tokens is not the {self.sampled_tokens} sampled"
-            )
+        _check_sampled(key, int(np.count_nonzero(self.loss_mask)), self.dropped, self.sampled_tokens)
         edge = 0
         for start, end, _version in self.version_spans:
             if not edge <= start < end <= length:
@@ -156,9 +150,6 @@ _SAMPLE_FIELDS = tuple(MergedSample.__dataclass_fields__)
 _WIRE_FIELDS = tuple("routing" if name == "routing_pieces" else name for name in _SAMPLE_FIELDS)
 _COUNTS = (
     "sampled_tokens",
-    "after_truncation_tokens",
-    "prefix_break_tokens",
-    "duplicate_tokens",
     "turns",
     "leaf",
     "cached_tokens",
@@ -170,7 +161,7 @@ _SAMPLE_KINDS: dict[tuple[str, ...], type] = {
     ("attempt_id", "group_id", "task_id", "session_id"): str,
     _COUNTS: int,
     ("truncated",): bool,
-    ("canonical", "matches"): dict,
+    ("canonical", "matches", "dropped"): dict,
 }
 
 
@@ -295,7 +286,7 @@ class LeafCounts:
     """One merged sample in numbers: all that filtering and the ledger need of it. Tokens unless named otherwise.
 
     tokens == prompt + observation + trainable (prompt: before the first trainable id; observation: between and after);
-    trainable + after_truncation + prefix_break + duplicate == sampled_tokens.
+    trainable + sum(dropped) == sampled_tokens, `dropped` as in the sample.
     versions: the weight versions of the trainable ids, in the order they appear. decode_rows: of `routing_rows` those
     a decode step wrote; reprefilled_rows: held rows whose KV cache a later forward had to rebuild.
     """
@@ -305,9 +296,7 @@ class LeafCounts:
     prompt: int
     observation: int
     sampled_tokens: int
-    after_truncation: int
-    prefix_break: int
-    duplicate: int
+    dropped: dict[str, int]
     versions: tuple[str, ...]
     truncated: bool
     turns: int
@@ -330,9 +319,7 @@ class LeafCounts:
             prompt=prompt,
             observation=len(sample.tokens) - prompt - trainable,
             sampled_tokens=sample.sampled_tokens,
-            after_truncation=sample.after_truncation_tokens,
-            prefix_break=sample.prefix_break_tokens,
-            duplicate=sample.duplicate_tokens,
+            dropped=sample.dropped,
             versions=tuple(dict.fromkeys(version for _start, _end, version in sample.version_spans)),
             truncated=sample.truncated,
             turns=sample.turns,
@@ -348,11 +335,7 @@ class LeafCounts:
         """Return self when the sums hold; else `CorruptObject` naming `key`."""
         if self.prompt + self.observation + self.trainable != self.tokens:
             raise CorruptObject(key, f"prompt, observation and trainable tokens are not the {self.tokens} of the leaf")
-        dropped = self.after_truncation + self.prefix_break + self.duplicate
-        if self.trainable + dropped != self.sampled_tokens:
-            raise CorruptObject(
-                key, f"trainable {self.trainable} + dropped {dropped} tokens is not the {self.sampled_tokens} sampled"
-            )
+        _check_sampled(key, self.trainable, self.dropped, self.sampled_tokens)
         return self
 
 
@@ -405,6 +388,8 @@ class SampleRef:
 def _leaf_value(name: str, value: Any) -> bool:
     if name == "versions":
         return isinstance(value, list | tuple) and all(type(version) is str for version in value)
+    if name == "dropped":
+        return isinstance(value, dict)
     if name == "truncated":
         return type(value) is bool
     return type(value) is int and value >= 0
@@ -502,6 +487,16 @@ _ATTEMPT_KINDS: dict[tuple[str, ...], type] = {
 def _require_array(key: str, name: str, array: np.ndarray, dtype: type[np.generic], length: int) -> None:
     if array.dtype != dtype or array.shape != (length,):
         raise CorruptObject(key, f"{name} is {array.dtype} {array.shape}, expected {np.dtype(dtype)} ({length},)")
+
+
+def _check_sampled(key: str, trainable: int, dropped: dict[str, int], sampled: int) -> None:
+    """Every sampled token is under the mask or in one bucket of `dropped`, which names only those that took some."""
+    for name, count in dropped.items():
+        if name not in DROPPED or type(count) is not int or count <= 0:
+            raise CorruptObject(key, f"dropped holds {name!r}: {count!r}, expected tokens in {', '.join(DROPPED)}")
+    total = sum(dropped.values())
+    if trainable + total != sampled:
+        raise CorruptObject(key, f"trainable {trainable} + dropped {total} tokens is not the {sampled} sampled")
 
 
 def _refuse_other_kinds(fields: dict[str, Any], key: str, what: str, names: tuple[str, ...], kind: type) -> None:

@@ -3,13 +3,15 @@
 Every field that decides what is sampled is assigned here, outright. The reply is taken only when it answers exactly
 what was asked: same prompt ids, one log-probability per sampled id, a finish reason, a weight version for every id,
 and exactly the routing rows that were asked for. Anything else, an abort, an error status or a missed deadline is
-`bad_upstream` and nothing is recorded; nobody there to ask is `no_engine`. Only a refused connection is tried again:
-once bytes were sent the engine may have sampled.
+`bad_upstream` and nothing is recorded, but the refusal says how many sampled ids the reply names; nobody there to ask
+is `no_engine`. Only a refused connection is tried again: once bytes were sent the engine may have sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import random
 from typing import Any
 from urllib.parse import urlsplit
@@ -198,6 +200,34 @@ def read_reply(
     data: bytes, prompt: bytes, prepared: PreparedTurn, routing: RoutingShape | None = None, worker: str = ""
 ) -> Completion:
     """Check a `/generate` reply against what was sent (`prompt`: the JSON of its ids) and take what a session keeps."""
+    try:
+        return _completion(data, prompt, prepared, routing, worker)
+    except SessionRefusal as refusal:
+        refusal.sampled, finite = _sampled(data)
+        if refusal.code is Refusal.BAD_UPSTREAM and not finite:
+            refusal.code = Refusal.NONFINITE
+        raise
+
+
+def _sampled(data: bytes) -> tuple[int | None, bool]:
+    """How many ids a refused reply says were sampled, None when it does not say, and whether their log-probs are
+    finite. Read as leniently as can be: NaN and Infinity are no JSON."""
+    try:
+        reply = json.loads(data)
+        ids = reply["output_ids"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None, True
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        return None, True
+    meta = reply.get("meta_info")
+    rows = meta.get("output_token_logprobs") if isinstance(meta, dict) else None
+    values = [row[0] for row in rows if isinstance(row, list) and row] if isinstance(rows, list) else []
+    return len(ids), not any(value in (None, math.inf, -math.inf) or value != value for value in values)
+
+
+def _completion(
+    data: bytes, prompt: bytes, prepared: PreparedTurn, routing: RoutingShape | None, worker: str
+) -> Completion:
     # an engine and a gateway that write JSON as compactly as this server give the very bytes back: not read again
     at = data.find(_PROMPT_KEY) + len(_PROMPT_KEY) if len(data) < _READ_IN_THREAD_BYTES else len(data)
     verbatim = data.startswith(prompt, at)

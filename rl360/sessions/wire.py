@@ -196,10 +196,10 @@ def reply_sse(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
     return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
 
 
-def error_body(code: str, message: str, status: int) -> bytes:
-    """`{"error": {message, type, code}}`, as the OpenAI clients read it."""
+def error_body(code: str, message: str, status: int, **more: int) -> bytes:
+    """`{"error": {message, type, code}}`, as the OpenAI clients read it, and `more` of it."""
     kind = "upstream_error" if status >= 500 else "invalid_request_error"
-    return orjson.dumps({"error": {"message": message, "type": kind, "code": code, "param": None}})
+    return orjson.dumps({"error": {"message": message, "type": kind, "code": code, "param": None, **more}})
 
 
 def models_body(model: str) -> bytes:

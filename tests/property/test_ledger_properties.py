@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl360.ledger import metrics
 from rl360.ledger.checks import check_ledger
-from rl360.ledger.outcomes import HAS_VERDICT, INFRA, Outcome
+from rl360.ledger.outcomes import DROPPED, HAS_VERDICT, INFRA, Outcome
 from rl360.ledger.step import StepLedger
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, unpack
@@ -40,9 +40,7 @@ def records(draw: st.DrawFn, outcomes: list[Outcome], first_index: int = 0) -> l
 LEAVES = st.fixed_dictionaries(
     {
         "trained": st.integers(0, 8),
-        "after_cut": st.sampled_from([0, 3]),
-        "prefix_break": st.sampled_from([0, 2]),
-        "duplicate": st.sampled_from([0, 0, 5]),
+        "dropped": st.dictionaries(st.sampled_from(list(map(str, DROPPED))), st.integers(1, 5), max_size=4),
         "version": st.sampled_from(["run:0", "run:0", "run:3"]),
         "differs": st.sampled_from([0, 0, 1]),
     }

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl360.config.run import ObjectiveConfig
-from rl360.ledger.outcomes import HAS_VERDICT, INFRA, SAMPLED, Bucket, Outcome
+from rl360.ledger.outcomes import DROPPED, HAS_VERDICT, INFRA, SAMPLED, Bucket, Outcome
 from rl360.objective.filters import FilterResult, filter_groups
 from rl360.objective.losses import LossParts, policy_loss
 from rl360.objective.presets import PRESETS
@@ -46,9 +46,7 @@ LEAVES = st.fixed_dictionaries(
     {
         "trained": st.integers(0, 9),
         "prompt": st.integers(1, 12),
-        "after_cut": st.sampled_from([0, 0, 3]),
-        "prefix_break": st.sampled_from([0, 0, 2]),
-        "duplicate": st.sampled_from([0, 0, 4]),
+        "dropped": st.dictionaries(st.sampled_from(list(map(str, DROPPED))), st.integers(1, 5), max_size=4),
         "version": st.sampled_from(["run:0", "run:0", "run:0", "run:1"]),
         "differs": st.sampled_from([0, 0, 0, 0, 1]),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,7 +114,8 @@ class Oracle:
     def __init__(self, linear: bool, loose: bool) -> None:
         self.linear, self.loose = linear, loose
         self.nodes: list[Node] = []
-        self.duplicate = self.after_cut = self.refused_after_cut = 0
+        self.dropped: Counter[str] = Counter()
+        self.refused_after_cut = 0
 
     def meaning(self, message: Message) -> Any:
         calls = [
@@ -166,12 +168,13 @@ class RandomAgent:
         self.mode = self.random.choice(list(SessionMode))
         self.loose = self.often(5)
         self.moe = self.often(5)
+        self.one_version = self.often(5)
         self.session = new_session(
             max_seq_len=MAX_SEQ_LEN,
             mode=self.mode,
             matcher="loose_tool_calls" if self.loose else "strict",
             routing=SHAPE if self.moe else None,
-            expected_weight_version=None,
+            expected_weight_version=VERSIONS[1] if self.one_version else None,
         )
         self.oracle = Oracle(self.mode is SessionMode.LINEAR, self.loose)
         self.rows = np.random.default_rng(seed)
@@ -254,7 +257,7 @@ class RandomAgent:
         cut = len(body) == limit or (bool(body) and not self.often(9))
         ids = body if cut else [*body, END]
         logprobs = [-self.random.randrange(40) / 4 for _ in ids]
-        split = 0 if self.often() else self.random.randrange(len(ids))
+        split = 0 if self.one_version or self.often() else self.random.randrange(len(ids))
         spans = [(0, split, VERSIONS[0]), (split, len(ids), VERSIONS[1])][0 if split else 1 :]
         rows: list[Any] = []
         if self.moe:
@@ -272,6 +275,30 @@ class RandomAgent:
             ),
             rows,
         )
+
+    def spoilt(self, good: Completion) -> tuple[Refusal, str, Completion]:
+        """A reply that must be refused, why, and the bucket of what was sampled for it."""
+        ids, logprobs = good.output_ids, good.logprobs.copy()
+        logprobs[self.random.randrange(len(ids))] = self.random.choice([np.nan, np.inf, -np.inf])
+        ways = [
+            (Refusal.BAD_UPSTREAM, "infra", replace(good, finish_reason="abort")),
+            (Refusal.BAD_UPSTREAM, "infra", replace(good, logprobs=good.logprobs + 1000)),
+            (Refusal.BAD_UPSTREAM, "infra", replace(good, output_ids=ids + 512)),
+            (Refusal.BAD_UPSTREAM, "infra", replace(good, spans=good.spans[:-1])),
+            (Refusal.NONFINITE, "nonfinite", replace(good, logprobs=logprobs)),
+        ]
+        if self.one_version:
+            ways += [(Refusal.WRONG_VERSION, "stale", replace(good, spans=((0, len(ids), VERSIONS[0]),)))] * 3
+        if good.routing is not None:
+            rows = self.random.choice([None, good.routing[1:], good.routing[:, :1]])
+            ways += [(Refusal.BAD_ROUTING, "routing_misaligned", replace(good, routing=rows))] * 3
+        return self.random.choice(ways)
+
+    def refuse(self, prepared: PreparedTurn, good: Completion) -> None:
+        code, bucket, bad = self.spoilt(good)
+        self.oracle.dropped[bucket] += len(bad.output_ids)
+        counted = {bucket: len(bad.output_ids)}
+        refused(self.session, code, ".", lambda: self.session.commit(prepared, bad), **counted)
 
     # --- one request ---
 
@@ -308,27 +335,22 @@ class RandomAgent:
 
     def answer(self, prepared: PreparedTurn, full: list[Message], base: Node | None, tools: Any) -> None:
         good, rows = self.engine(prepared)
-        if not self.often(9):
-            bad = replace(good, finish_reason="abort")
-            refused(self.session, Refusal.BAD_UPSTREAM, ".", lambda: self.session.commit(prepared, bad))
-        if self.moe and not self.often(9):
-            short = replace(good, routing=None if good.routing is None else good.routing[1:])
-            refused(self.session, Refusal.BAD_ROUTING, ".", lambda: self.session.commit(prepared, short))
+        while not self.often():
+            self.refuse(prepared, good)
         turn = self.session.commit(prepared, good)
         self.take(prepared, good, rows, turn.reply, full, base, tools)
 
     def race(self, prepared: PreparedTurn, full: list[Message], base: Node | None, tools: Any) -> None:
         """The same request was on its way a second time."""
         late, rows = self.engine(prepared)
+        if not self.often(5):
+            self.refuse(prepared, late)
         if self.mode is SessionMode.TREE:
             self.take(prepared, late, rows, self.session.commit(prepared, late).reply, full, base, tools)
             return
         lost = len(late.output_ids)
-        cut = self.oracle.nodes[-1].cut
-        name = "after_truncation_tokens" if cut else "duplicate_tokens"
-        self.oracle.after_cut += lost if cut else 0
-        self.oracle.duplicate += 0 if cut else lost
-        counted = {name: lost, "sampled_tokens": lost}
+        counted = {"after_truncation" if self.oracle.nodes[-1].cut else "duplicate": lost}
+        self.oracle.dropped.update(counted)
         refused(self.session, Refusal.LOST_RACE, ".", lambda: self.session.commit(prepared, late), **counted)
 
     def take(
@@ -375,7 +397,7 @@ class RandomAgent:
             node.context[len(node.parent.context) if node.parent else 0 :] for node in oracle.nodes
         ]
         assert session.requests_after_cut == oracle.refused_after_cut
-        total = sum(node.sampled for node in oracle.nodes) + oracle.duplicate + oracle.after_cut
+        total = sum(node.sampled for node in oracle.nodes) + sum(oracle.dropped.values())
         assert session.sampled_tokens == total
         if not oracle.nodes:
             return
@@ -412,13 +434,13 @@ class RandomAgent:
                 assert sample.routing.tolist() == leaf.rows
                 assert sample.row_forward.tolist() == leaf.forward
         dropped = sum(node.sampled for node in self.oracle.nodes if node not in trained)
-        assert samples[0].prefix_break_tokens == dropped
-        assert samples[0].duplicate_tokens == self.oracle.duplicate
-        assert samples[0].after_truncation_tokens == self.oracle.after_cut
+        assert samples[0].dropped == self.oracle.dropped + Counter(prefix_break=dropped)
+        assert not any(sample.dropped for sample in samples[1:])
+        if self.mode is SessionMode.LINEAR:
+            assert self.session.describe()["dropped"] == samples[0].dropped
         counts = [LeafCounts.of(sample).check("k") for sample in samples]
         assert sum(leaf.sampled_tokens for leaf in counts) == total
-        buckets = [(leaf.trainable, leaf.prefix_break, leaf.duplicate, leaf.after_truncation) for leaf in counts]
-        assert sum(map(sum, buckets)) == total
+        assert sum(leaf.trainable + sum(leaf.dropped.values()) for leaf in counts) == total
         self.check_travel(samples, counts)
 
     def check_travel(self, samples: Sequence[MergedSample], counts: list[LeafCounts]) -> None:
@@ -521,9 +543,8 @@ def _object() -> bytes:
         loss_mask=mask,
         logprobs=-mask.astype(np.float32),
         version_spans=[(1, 3, "v"), (4, 5, "v")],
-        sampled_tokens=3,
-        after_truncation_tokens=0,
-        prefix_break_tokens=0,
+        sampled_tokens=5,
+        dropped={"infra": 2},
         truncated=False,
         turns=2,
         routing_pieces=(np.ones((4, 2, 2), np.uint8),),

@@ -85,7 +85,8 @@ def made_up_attempts(step: int, rng: np.random.Generator, groups: int = 32, size
             if rng.random() < (0.14 if step == 17 else 0.03):
                 attempts.append(attempt(group, index, None, outcome=infra[int(rng.integers(len(infra)))], **common))
             elif rng.random() < 0.02:
-                cut = {"truncated": True, "after_cut": int(rng.integers(0, 20))}
+                late = int(rng.integers(0, 20))
+                cut = {"truncated": True, "dropped": {"after_truncation": late} if late else {}}
                 attempts.append(attempt(group, index, 0.0, outcome=Outcome.TRUNCATED, **common, **cut))
             else:
                 attempts.append(attempt(group, index, float(rng.random() < chance), **common))

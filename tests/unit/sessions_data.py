@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import orjson
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rl360.ledger.outcomes import DROPPED
 from rl360.sessions.core import Session
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.families.registry import load_template
@@ -206,9 +207,15 @@ def state_of(session: Session) -> dict[str, Any]:
 
 
 def refused(session: Session, code: Refusal, match: str, call: Callable[[], Any], **counted: int) -> None:
-    """`call` is refused and changes nothing, except for what is `counted`: counter -> its growth."""
+    """`call` is refused and changes nothing. Told of it, the session books what is `counted`, counter or bucket of
+    sampled tokens -> its growth, and nothing else."""
     before = state_of(session)
     with pytest.raises(SessionRefusal, match=match) as caught:
         call()
     assert caught.value.code is code
-    assert state_of(session) == {**before, **{name: before[name] + growth for name, growth in counted.items()}}
+    assert state_of(session) == before
+    session.count_refused(caught.value)
+    tokens = {name: counted.pop(name) for name in (*counted,) if name in DROPPED}
+    grown = {**counted, "sampled_tokens": sum(tokens.values())}
+    after = {**before, **{name: before[name] + growth for name, growth in grown.items()}}
+    assert state_of(session) == {**after, "dropped": Counter(before["dropped"]) + Counter(tokens)}

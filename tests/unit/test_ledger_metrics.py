@@ -12,7 +12,7 @@ from tests.unit.objective_data import attempt
 LEDGER = ledger_of(
     [
         attempt(0, 0, 1.0),
-        attempt(0, 1, 0.0, outcome=Outcome.TRUNCATED, truncated=True, after_cut=4),
+        attempt(0, 1, 0.0, outcome=Outcome.TRUNCATED, truncated=True, dropped={"after_truncation": 4}),
         attempt(0, 2, None),
         attempt(1, 0, 1.0, domain="text"),
         attempt(1, 1, 1.0, domain="text"),

@@ -19,7 +19,7 @@ from tests.unit.objective_data import attempt
 
 ATTEMPTS = [
     attempt(0, 0, 1.0),
-    attempt(0, 1, 0.0, outcome=Outcome.TRUNCATED, truncated=True, after_cut=4),
+    attempt(0, 1, 0.0, outcome=Outcome.TRUNCATED, truncated=True, dropped={"after_truncation": 4}),
     attempt(0, 2, None),
     attempt(1, 0, 1.0),
     attempt(1, 1, 1.0),
@@ -70,7 +70,11 @@ def test_rows_hold_outcome_bucket_and_weight() -> None:
 
 def test_the_leaves_of_an_attempt_are_one_row() -> None:
     """Its baseline counts once, its samples are counted apart, its tokens and context are those of all its samples."""
-    leaves = [{"trained": 6, "prefix_break": 1}, {"trained": 4, "duplicate": 2}, {"version": "run:7"}]
+    leaves = [
+        {"trained": 6, "dropped": {"prefix_break": 1}},
+        {"trained": 4, "dropped": {"duplicate": 2}},
+        {"version": "run:7"},
+    ]
     ledger = ledger_of([attempt(0, 0, 1.0, leaves=leaves), attempt(0, 1, 0.0)])
     row = ledger.attempts[0]
     assert row.leaves == (Bucket.TRAINED, Bucket.TRAINED, Bucket.STALE)

@@ -96,7 +96,7 @@ def test_infra_takes_no_part_in_the_baseline() -> None:
 
 
 def test_truncated_attempts_are_valid_and_train_up_to_the_cut() -> None:
-    cut = attempt(0, 0, 0.0, outcome=Outcome.TRUNCATED, truncated=True, after_cut=5)
+    cut = attempt(0, 0, 0.0, outcome=Outcome.TRUNCATED, truncated=True, dropped={"after_truncation": 5})
     result = run_filter([cut, attempt(0, 1, 1.0)])
     assert buckets(result) == [Bucket.TRAINED, Bucket.TRAINED]
     assert result.tokens == {Bucket.TRAINED: 12, Bucket.AFTER_TRUNCATION: 5}
@@ -104,7 +104,9 @@ def test_truncated_attempts_are_valid_and_train_up_to_the_cut() -> None:
 
 
 def test_what_a_rewritten_history_dropped_is_counted() -> None:
-    result = run_filter([attempt(0, 0, 0.0, prefix_break=4), attempt(0, 1, 1.0, trained=0, prefix_break=2)])
+    result = run_filter(
+        [attempt(0, 0, 0.0, dropped={"prefix_break": 4}), attempt(0, 1, 1.0, trained=0, dropped={"prefix_break": 2})]
+    )
     assert buckets(result) == [Bucket.TRAINED, Bucket.PREFIX_BREAK]
     assert result.tokens == {Bucket.TRAINED: 6, Bucket.PREFIX_BREAK: 6}
 
@@ -137,13 +139,17 @@ def test_sampled_with_other_parameters_than_the_runs_is_stale() -> None:
 
 
 def test_what_lost_a_race_is_counted() -> None:
-    result = run_filter([attempt(0, 0, 0.0, duplicate=4), attempt(0, 1, 1.0, trained=0, duplicate=2)])
+    result = run_filter(
+        [attempt(0, 0, 0.0, dropped={"duplicate": 4}), attempt(0, 1, 1.0, trained=0, dropped={"duplicate": 2})]
+    )
     assert buckets(result) == [Bucket.TRAINED, Bucket.DUPLICATE]
     assert result.tokens == {Bucket.TRAINED: 6, Bucket.DUPLICATE: 6}
 
 
 def test_an_attempt_counts_once_in_its_baseline_however_many_leaves_it_has() -> None:
-    branched = attempt(0, 0, 1.0, leaves=[{"trained": 6, "prefix_break": 2}, {"trained": 3}, {"trained": 5}])
+    branched = attempt(
+        0, 0, 1.0, leaves=[{"trained": 6, "dropped": {"prefix_break": 2}}, {"trained": 3}, {"trained": 5}]
+    )
     result = run_filter(attempts_of(branched))
     assert result.advantages.tolist() == [0.75] * 3 + [-0.25] * 3, "one passed of four, not three of six"
     assert [(row.attempt_id[-6:], row.leaf, row.trained) for row in result.kept] == [
@@ -164,7 +170,12 @@ def test_an_attempt_counts_once_in_its_baseline_however_many_leaves_it_has() -> 
 
 
 def test_each_leaf_trains_or_has_its_own_reason() -> None:
-    leaves = [{"version": "run:7", "prefix_break": 2}, {"prompt": 30}, {}, {"trained": 0, "after_cut": 1}]
+    leaves = [
+        {"version": "run:7", "dropped": {"prefix_break": 2}},
+        {"prompt": 30},
+        {},
+        {"trained": 0, "dropped": {"after_truncation": 1}},
+    ]
     result = run_filter([attempt(0, 0, 1.0, leaves=leaves), attempt(0, 1, 0.0)], max_seq_len=20)
     decision = result.decisions[0]
     assert decision.leaves == (Bucket.STALE, Bucket.OVER_LENGTH, Bucket.TRAINED, Bucket.AFTER_TRUNCATION)
@@ -182,7 +193,9 @@ def test_each_leaf_trains_or_has_its_own_reason() -> None:
 
 @pytest.mark.parametrize(("reward", "bucket"), [(None, Bucket.INFRA), (1.0, Bucket.ZERO_DISAGREEMENT)])
 def test_what_holds_for_the_attempt_holds_for_all_its_leaves(reward: float | None, bucket: Bucket) -> None:
-    result = run_filter([attempt(0, 0, reward, leaves=[{}, {"duplicate": 3}]), attempt(0, 1, 1.0), attempt(0, 2, 1.0)])
+    result = run_filter(
+        [attempt(0, 0, reward, leaves=[{}, {"dropped": {"duplicate": 3}}]), attempt(0, 1, 1.0), attempt(0, 2, 1.0)]
+    )
     assert result.decisions[0].leaves == (bucket, bucket)
     assert result.decisions[0].tokens == {bucket: 15}
     assert result.kept == ()

@@ -17,7 +17,7 @@ from rl360.sessions.anthropic import message_body, message_sse, read_messages
 from rl360.sessions.bodies import AnthropicError, ChatReply, CountReply, MessagesReply
 from rl360.sessions.merge import merge, snapshot
 from rl360.sessions.messages import Message
-from tests.unit.sessions_data import BASH_SCHEMA, call_turn
+from tests.unit.sessions_data import BASH_SCHEMA, call_turn, state_of
 from tests.unit.sessions_server import Bench, engine_reply, session_bench
 
 MESSAGES: list[Any] = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
@@ -338,3 +338,11 @@ def test_counting_tokens_changes_nothing_and_needs_no_history(bench: Bench) -> N
     assert bench.http.post(path, json=other).json()["input_tokens"] > 64
     assert bench.service.registry.get(session_id).session.epoch == 1
     assert base_url.endswith("/v1")
+    bench.engine.script = lambda body: engine_reply(body, "half", finish="length")
+    bench.say(session_id, opening)
+    before = state_of(bench.service.registry.get(session_id).session)
+    longer = {**opening, "messages": [*ASKED, {"role": "assistant", "content": "half"}, *ASKED]}
+    assert bench.http.post(path, json=longer).json()["input_tokens"] > first
+    assert state_of(bench.service.registry.get(session_id).session) == before
+    assert bench.say(session_id, longer).status_code == 409
+    assert bench.service.registry.get(session_id).session.requests_after_cut == 1

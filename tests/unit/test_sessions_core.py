@@ -108,7 +108,7 @@ def test_resending_the_last_request_samples_it_again() -> None:
     turn = session.commit(prepared, completion("ok<|im_end|>"))
     assert (turn.parent, turn.reply.content) == (gone.parent, "ok")
     (sample,) = merge(snapshot(session))
-    assert (sample.prefix_break_tokens, sample.turns) == (gone.sampled, 2)
+    assert (sample.dropped, sample.turns) == ({"prefix_break": gone.sampled}, 2)
     assert sample.sampled_tokens == int(sample.loss_mask.sum()) + gone.sampled
     assert sample.tokens.tolist() == context(session)
     # the turn left behind is not continued, and nothing goes back two turns
@@ -126,7 +126,7 @@ def test_the_only_turn_may_be_sampled_again_but_not_asked_otherwise() -> None:
     assert prepared.input_ids.tolist() == new_session().prepare(request(OPENING)).input_ids.tolist()
     session.commit(prepared, completion())
     (sample,) = merge(snapshot(session))
-    assert (sample.turns, sample.prefix_break_tokens) == (1, session.turns[0].sampled)
+    assert (sample.turns, sample.dropped) == (1, {"prefix_break": session.turns[0].sampled})
 
 
 def test_one_turn_back_with_another_message() -> None:
@@ -139,7 +139,7 @@ def test_one_turn_back_with_another_message() -> None:
     session.commit(prepared, completion("ok<|im_end|>"))
     (sample,) = merge(snapshot(session))
     assert sample.tokens.tolist() == context(session)
-    assert sample.prefix_break_tokens == gone.sampled
+    assert sample.dropped == {"prefix_break": gone.sampled} == session.describe()["dropped"]
 
 
 def test_tools_are_fixed_by_the_first_turn() -> None:
@@ -181,11 +181,10 @@ def test_one_of_two_racing_turns_is_recorded() -> None:
         Refusal.LOST_RACE,
         "epoch 1, this one was prepared on 0",
         lambda: session.commit(first, late),
-        sampled_tokens=lost,
-        duplicate_tokens=lost,
+        duplicate=lost,
     )
     (sample,) = merge(snapshot(session))
-    assert (sample.duplicate_tokens, sample.sampled_tokens) == (lost, session.turns[0].sampled + lost)
+    assert (sample.dropped, sample.sampled_tokens) == ({"duplicate": lost}, session.turns[0].sampled + lost)
     plan = session.plan(request((*OPENING, session.turns[0].reply, Message("user", "x"))))
     session.commit(session.assemble(plan, session.render(plan)), completion())
     refused(session, Refusal.LOST_RACE, "recorded first", lambda: session.assemble(plan, session.render(plan)))
@@ -201,19 +200,24 @@ def test_what_loses_to_a_cut_turn_came_after_truncation() -> None:
         Refusal.LOST_RACE,
         "recorded first",
         lambda: session.commit(first, completion()),
-        sampled_tokens=lost,
-        after_truncation_tokens=lost,
+        after_truncation=lost,
     )
     (sample,) = merge(snapshot(session))
-    assert (sample.after_truncation_tokens, sample.duplicate_tokens, sample.truncated) == (lost, 0, True)
+    assert (sample.dropped, sample.truncated) == ({"after_truncation": lost}, True)
 
 
-def test_a_malformed_reply_is_not_counted_even_when_it_comes_late() -> None:
+def test_a_malformed_reply_is_counted_as_such_even_when_it_comes_late() -> None:
     session = new_session()
     first, second = session.prepare(request(OPENING)), session.prepare(request(OPENING))
     session.commit(second, completion())
     bad = completion(finish="abort")
-    refused(session, Refusal.BAD_UPSTREAM, "abort", lambda: session.commit(first, bad))
+    lost = len(bad.output_ids)
+    refused(session, Refusal.BAD_UPSTREAM, "abort", lambda: session.commit(first, bad), infra=lost)
+    wrong = completion(version="run:1")
+    refused(session, Refusal.WRONG_VERSION, "run:1", lambda: session.commit(first, wrong), stale=lost)
+    (sample,) = merge(snapshot(session))
+    assert sample.dropped == {"stale": lost, "infra": lost} == session.describe()["dropped"]
+    assert sample.sampled_tokens == session.sampled_tokens == session.turns[0].sampled + 2 * lost
 
 
 # --- limits ---
@@ -267,8 +271,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"output_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}, "0 tokens sampled"),
     ({"output_ids": np.array([512, 2], dtype=np.int32)}, "ids span 2 to 512, the vocabulary has 512"),
     ({"output_ids": np.array([-1, 2], dtype=np.int32)}, "ids span -1"),
-    ({"logprobs": np.array([-1, np.nan], dtype=np.float32)}, "expected finite"),
-    ({"logprobs": np.array([-1, -np.inf], dtype=np.float32)}, "expected finite"),
+    ({"logprobs": np.array([-1, np.nan], dtype=np.float32)}, "is not finite"),
+    ({"logprobs": np.array([-1, -np.inf], dtype=np.float32)}, "is not finite"),
     ({"logprobs": np.array([0.5, -1], dtype=np.float32)}, "at most 0"),
     ({"output_ids": np.array([2, 9], dtype=np.int32)}, r"last id 9, expected one end of turn \[2\] there"),
     ({"output_ids": np.array([2, 2], dtype=np.int32)}, "last id 2, expected one end of turn"),
@@ -294,7 +298,9 @@ def test_a_bad_completion_changes_nothing(changes: dict[str, Any], match: str, m
     session, history = two_turns(mode=mode)
     prepared = session.prepare(request(told(history)))
     bad = completion(**{**good, **changes})
-    refused(session, Refusal.BAD_UPSTREAM, match, lambda: session.commit(prepared, bad))
+    code, bucket = (Refusal.NONFINITE,) * 2 if "not finite" in match else (Refusal.BAD_UPSTREAM, "infra")
+    counted = {str(bucket): lost} if (lost := len(bad.output_ids)) else {}
+    refused(session, code, match, lambda: session.commit(prepared, bad), **counted)
     session.commit(prepared, completion(**good))
 
 
@@ -302,7 +308,11 @@ def test_more_tokens_than_asked_for_are_refused() -> None:
     session = new_session(sampling=Sampling(1.0, 1.0, -1, max_new_tokens=1))
     prepared = session.prepare(request(OPENING))
     refused(
-        session, Refusal.BAD_UPSTREAM, "expected 1 to 1", lambda: session.commit(prepared, completion("ok.<|im_end|>"))
+        session,
+        Refusal.BAD_UPSTREAM,
+        "expected 1 to 1",
+        lambda: session.commit(prepared, completion("ok.<|im_end|>")),
+        infra=len(encode_turn("ok.<|im_end|>")),
     )
 
 
@@ -311,7 +321,11 @@ def test_a_wrong_version_is_not_recorded() -> None:
     prepared = session.prepare(request(OPENING))
     wrong = completion(version="run:1")
     refused(
-        session, Refusal.WRONG_VERSION, "'run:1', this session expects 'run:0'", lambda: session.commit(prepared, wrong)
+        session,
+        Refusal.WRONG_VERSION,
+        "'run:1', this session expects 'run:0'",
+        lambda: session.commit(prepared, wrong),
+        stale=len(wrong.output_ids),
     )
     anything = new_session(expected_weight_version=None)
     ids = encode_turn("ok<|im_end|>")
@@ -339,7 +353,8 @@ def test_rows_of_routed_experts_are_asked_for_once() -> None:
         (rows_of(turn.end - 1, end - 1)[:, :2], "expected uint8"),
     ):
         bad = replace(completion(), routing=rows)
-        refused(session, Refusal.BAD_ROUTING, match, lambda b=bad: session.commit(later, b))
+        lost = len(bad.output_ids)
+        refused(session, Refusal.BAD_ROUTING, match, lambda b=bad: session.commit(later, b), routing_misaligned=lost)
     second = session.commit(later, routed(later, completion(cached_tokens=3)))
     assert second.reprefilled_rows == turn.end - 1 - 3
     assert new_session().prepare(request(OPENING)).routing_from is None

@@ -3,8 +3,10 @@ was taken as a whole."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import pybase64
 import pytest
 
 from rl360.errors import BadInput
+from rl360.sessions.core import Session
 from rl360.sessions.merge import Pick, merge, snapshot
 from rl360.sessions.upstream import Upstream
 from tests.unit.sessions_data import BASH_SCHEMA, SHAPE, encode_turn, rows_of, state_of
@@ -80,6 +83,10 @@ def _retokenised(body: dict[str, Any]) -> dict[str, Any]:
     return {**engine_reply(body), "prompt_token_ids": [*ids[:-1], *encode_turn("a"), ids[-1]]}
 
 
+def _unlike_json(number: bytes) -> Any:
+    return lambda body: (200, orjson.dumps(engine_reply(body)).replace(b"-0.5", number))
+
+
 BAD_REPLIES: dict[str, Any] = {
     "status 400": lambda body: (400, b'{"error": "no"}'),
     "status 500": lambda body: (500, b""),
@@ -113,6 +120,9 @@ BAD_REPLIES: dict[str, Any] = {
     "fewer logprobs": _rows(lambda rows: rows[:-1]),
     "more logprobs": _rows(lambda rows: [*rows, [-1.0, 2, None]]),
     "a null logprob": _rows(lambda rows: [[None, rows[0][1], None], *rows[1:]]),
+    "a logprob of NaN": _unlike_json(b"NaN"),
+    "an infinite logprob": _unlike_json(b"-Infinity"),
+    "a huge logprob": _unlike_json(b"-1e999"),
     "a positive logprob": _rows(lambda rows: [[0.5, rows[0][1], None], *rows[1:]]),
     "odd logprobs": _meta(output_token_logprobs=[[None, 2, None]]),
     "logprobs of other ids": lambda body: {
@@ -134,24 +144,47 @@ BAD_REPLIES: dict[str, Any] = {
     "a flood": lambda body: (200, b" " * (2 << 20)),
 }
 CODES = {
+    **dict.fromkeys(("a null logprob", "odd logprobs"), "nonfinite"),
+    **dict.fromkeys(("a logprob of NaN", "an infinite logprob", "a huge logprob"), "nonfinite"),
     "another version": "wrong_version",
     "other versions than it started with": "wrong_version",
     "status 503": "no_engine",
 }
 
 
+BOOKED = {"nonfinite": "nonfinite", "wrong_version": "stale", "bad_routing": "routing_misaligned"}
+
+
+def _held(session: Session) -> tuple[dict[str, Any], Counter[str], int]:
+    """What a session holds, and what it has counted of refused replies: sampled tokens by bucket, silent engines."""
+    held = state_of(session)
+    dropped, unanswered = Counter(held.pop("dropped")), held.pop("requests_unanswered")
+    assert held.pop("sampled_tokens") == sum(turn.sampled for turn in session.turns) + sum(dropped.values())
+    return held, dropped, unanswered
+
+
+def _named(answer: Any) -> int | None:
+    """How many sampled ids a reply names."""
+    told = json.loads(answer[1]) if isinstance(answer, tuple) and b"output_ids" in answer[1] else answer
+    ids = told.get("output_ids") if isinstance(told, dict) else None
+    return len(ids) if isinstance(ids, list) else None
+
+
 @pytest.mark.parametrize("name", BAD_REPLIES)
-def test_a_reply_that_is_not_exactly_what_was_asked_records_nothing(bench: Bench, name: str) -> None:
+def test_a_reply_that_is_not_exactly_what_was_asked_is_only_counted(bench: Bench, name: str) -> None:
     session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"bad-{name}")
     session = bench.service.registry.get(session_id).session
     for _ in range(2):  # before the first turn, and after it
-        before = state_of(session)
+        before, dropped, unanswered = _held(session)
         bench.engine.script = BAD_REPLIES[name]
         reply = bench.chat(session_id, CHAT)
-        error = reply.json()["error"]
-        assert (reply.status_code, error["code"]) == (502, CODES.get(name, "bad_upstream")), reply.text
+        error, code = reply.json()["error"], CODES.get(name, "bad_upstream")
+        assert (reply.status_code, error["code"]) == (502, code), reply.text
         assert error["message"] and "\n" not in error["message"]
-        assert state_of(session) == before
+        sampled = None if name == "not utf-8" else _named(BAD_REPLIES[name](bench.engine.bodies[-1]))
+        counted = Counter({BOOKED.get(code, "infra"): sampled} if sampled else {})
+        silent = code == "bad_upstream" and sampled is None
+        assert _held(session) == (before, dropped + counted, unanswered + silent)
         bench.engine.script = engine_reply
         assert bench.chat(session_id, CHAT).status_code == 200
 
@@ -247,17 +280,17 @@ BAD_ROUTING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BAD_ROUTING)
-def test_rows_that_do_not_line_up_record_nothing(moe: Bench, name: str) -> None:
+def test_rows_that_do_not_line_up_are_only_counted(moe: Bench, name: str) -> None:
     session_id, _ = moe.create()
     session = moe.service.registry.get(session_id).session
     moe.engine.script = routed_reply
     message = moe.chat(session_id, CHAT).json()["choices"][0]["message"]
-    before = state_of(session)
+    before, dropped, unanswered = _held(session)
     moe.engine.script = BAD_ROUTING[name]
     body = {**CHAT, "messages": [*MESSAGES, message, {"role": "user", "content": "more"}]}
     reply = moe.chat(session_id, body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (502, "bad_routing"), reply.text
-    assert state_of(session) == before
+    assert _held(session) == (before, dropped + Counter(routing_misaligned=3), unanswered)
     moe.engine.script = routed_reply
     assert moe.chat(session_id, body).status_code == 200
 
@@ -270,12 +303,12 @@ def test_megabytes_of_routing_are_read_and_a_flood_is_not(moe: Bench) -> None:
     assert reply.status_code == 200, reply.text
     (sample,) = merge(snapshot(moe.service.registry.get(session_id).session), Pick.ALL)
     assert sample.routing is not None and len(sample.routing) == len(sample.tokens) - 1 > 40_000
-    before = state_of(moe.service.registry.get(session_id).session)
+    before = _held(moe.service.registry.get(session_id).session)
     moe.engine.script = lambda body: routed_reply(body, routed_experts="A" * (16 << 20))
     flooded = moe.chat(session_id, long)
     assert (flooded.status_code, flooded.json()["error"]["code"]) == (502, "bad_upstream")
     assert "the limit for this turn" in flooded.json()["error"]["message"]
-    assert state_of(moe.service.registry.get(session_id).session) == before
+    assert _held(moe.service.registry.get(session_id).session) == (*before[:2], 1)
 
 
 def test_a_late_engine_is_given_up_and_recorded_nowhere() -> None:

@@ -42,13 +42,13 @@ def held_after(turns: int = 3, first: str = "abc") -> SessionSnapshot:
 def refused(held: SessionSnapshot, match: str, pick: Pick = Pick.LAST) -> None:
     with pytest.raises(SessionRefusal, match=match) as caught:
         merge(held, pick)
-    assert caught.value.code is Refusal.CANNOT_MERGE
+    assert (caught.value.code, caught.value.sampled) == (Refusal.CANNOT_MERGE, held.sampled_tokens)
 
 
 def test_mask_and_logprobs_sit_on_the_sampled_ids() -> None:
     held = held_after()
     (sample,) = merge(held)
-    assert (sample.turns, sample.truncated, sample.after_truncation_tokens) == (3, False, 0)
+    assert (sample.turns, sample.truncated, sample.dropped) == (3, False, {})
     for turn, (start, end, version) in zip(held.turns, sample.version_spans, strict=True):
         assert (turn.prompt_end, turn.end, version) == (start, end, "run:0")
         assert sample.logprobs[start:end].tolist() == [-float(i + 1) for i in range(end - start)]
@@ -144,7 +144,7 @@ def test_every_leaf_is_a_sample_and_each_completion_trains_once() -> None:
         assert np.flatnonzero(sample.loss_mask).tolist() == [i for a, b, _v in spans for i in range(a, b)]
     assert sorted(trained) == sorted(made)
     assert sum(sample.sampled_tokens for sample in samples) == session.sampled_tokens
-    assert [sample.prefix_break_tokens for sample in samples] == [0, 0, 0]
+    assert [sample.dropped for sample in samples] == [{}, {}, {}]
 
 
 def test_every_leaf_is_checked_over_its_whole_prefix() -> None:
@@ -159,8 +159,8 @@ def test_every_leaf_is_checked_over_its_whole_prefix() -> None:
 
 def test_what_is_not_picked_is_counted_in_the_first_sample() -> None:
     session, made = grown_tree()
-    session.duplicate_tokens, session.after_truncation_tokens = 5, 2
-    session.sampled_tokens += 7
+    for code, sampled in ((Refusal.BAD_UPSTREAM, 3), (Refusal.WRONG_VERSION, 5), (Refusal.BAD_UPSTREAM, 1)):
+        session.count_refused(SessionRefusal(code, "x", sampled))
     for pick, leaves, lost in (
         (Pick.LAST, ["root2"], ["root", "a", "b", "c", "retry"]),
         (Pick.ROOTS, ["retry", "root2"], ["b", "c"]),
@@ -168,9 +168,10 @@ def test_what_is_not_picked_is_counted_in_the_first_sample() -> None:
     ):
         samples = merge(snapshot(session), pick)
         assert [len(sample.tokens) for sample in samples] == [made[name].end for name in leaves]
-        assert samples[0].prefix_break_tokens == sum(made[name].sampled for name in lost)
-        assert (samples[0].duplicate_tokens, samples[0].after_truncation_tokens) == (5, 2)
-        assert all(not s.prefix_break_tokens and not s.duplicate_tokens for s in samples[1:])
+        left = sum(made[name].sampled for name in lost)
+        told = {"prefix_break": left, "stale": 5, "infra": 4}
+        assert list(samples[0].dropped.items()) == [(name, count) for name, count in told.items() if count]
+        assert all(not sample.dropped for sample in samples[1:])
         found = counts(samples)
         assert sum(leaf.sampled_tokens for leaf in found) == session.sampled_tokens
         assert sum(leaf.prompt_tokens for leaf in found) == sum(turn.prompt_end for turn in session.turns)
@@ -217,4 +218,4 @@ def test_a_linear_session_has_one_sample_whatever_is_picked() -> None:
     for pick in Pick:
         (sample,) = merge(snapshot(session), pick)
         assert sample.tokens[-len(encode_turn("ok<|im_end|>")) :].tolist() == encode_turn("ok<|im_end|>")
-        assert sample.prefix_break_tokens == session.turns[0].sampled
+        assert sample.dropped == {"prefix_break": session.turns[0].sampled} == session.describe()["dropped"]

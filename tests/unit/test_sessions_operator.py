@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from tests.unit.sessions_data import (
     BASH_SCHEMA,
     OPENING,
     completion,
+    encode_turn,
     new_session,
     request,
     spec,
@@ -170,17 +171,74 @@ def test_storing_twice_at_once_writes_once(bench: Bench) -> None:
     assert list(bench.service.store_in.objects) == [KEY]
 
 
-def test_a_turn_in_flight_while_its_session_is_stored_is_refused(bench: Bench) -> None:
-    session_id = spoken(bench)
+def store_in_mid_turn(bench: Bench, session_id: str, meanwhile: Callable[[], Any]) -> tuple[httpx.Response, SampleRef]:
+    """Ask for a turn, then to store; `meanwhile` is done while both wait. The turn's reply, and the reference."""
     bench.engine.gate.clear()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(bench.chat, session_id, CHAT)
+    held = bench.service.registry.get(session_id)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        turn = pool.submit(bench.chat, session_id, CHAT)
         while len(bench.engine.bodies) < 2:
             time.sleep(0.005)
-        ref = bench.post(f"/sessions/{session_id}/store", {"key": KEY}).json()
+        stored = pool.submit(bench.post, f"/sessions/{session_id}/store", {"key": KEY})
+        while held.store_as is None:
+            time.sleep(0.005)
+        meanwhile()
+        reply, told = turn.result(), stored.result()
+    assert bench.post(f"/sessions/{session_id}/store", {"key": KEY}).json() == told.json()
+    ref = SampleRef.from_wire(told.json(), KEY)
+    assert ref.sampled_tokens == bench.get(f"/sessions/{session_id}").json()["sampled_tokens"]
+    return reply, ref
+
+
+def test_storing_lets_a_turn_end_and_takes_no_other(bench: Bench) -> None:
+    session_id = spoken(bench)
+
+    def meanwhile() -> None:
+        assert refusal(bench.chat(session_id, CHAT)) == (409, "sealed")
+        assert not bench.service.store_in.objects
         bench.engine.gate.set()
-        assert refusal(pending.result()) == (409, "sealed")
-    assert bench.post(f"/sessions/{session_id}/store", {"key": KEY}).json() == ref
+
+    reply, ref = store_in_mid_turn(bench, session_id, meanwhile)
+    assert reply.status_code == 200
+    assert (ref.sampled_tokens, ref.leaves[0].dropped) == (6, {"prefix_break": 3})
+
+
+def test_what_a_refused_turn_sampled_is_in_what_is_stored(bench: Bench) -> None:
+    session_id = spoken(bench)
+
+    def meanwhile() -> None:
+        bench.engine.script = lambda body: engine_reply(body, "done done<|im_end|>", finish="abort")
+        bench.engine.gate.set()
+
+    reply, ref = store_in_mid_turn(bench, session_id, meanwhile)
+    assert refusal(reply) == (502, "bad_upstream")
+    lost = len(encode_turn("done done<|im_end|>"))
+    assert (ref.sampled_tokens, ref.leaves[0].dropped) == (3 + lost, {"infra": lost})
+
+
+def test_a_turn_that_storing_cannot_wait_for_is_cancelled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl360.sessions.routes.STORE_WAITS_S", 0.2)
+    bench.engine.cancelled.clear()
+    session_id = spoken(bench)
+    reply, ref = store_in_mid_turn(bench, session_id, lambda: None)
+    assert refusal(reply) == (409, "sealed") and reply.headers["x-should-retry"] == "false"
+    assert bench.engine.cancelled.wait(10)
+    assert (ref.sampled_tokens, ref.leaves[0].dropped) == (3, {})
+    assert bench.get(f"/sessions/{session_id}").json()["requests_unanswered"] == 1
+
+
+def test_a_session_that_cannot_be_merged_tells_what_it_sampled(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    bench.engine.script = lambda body: engine_reply(body, finish="abort")
+    assert refusal(bench.chat(session_id, CHAT)) == refusal(bench.chat(session_id, CHAT)) == (502, "bad_upstream")
+    assert bench.say(session_id, {"messages": MESSAGES[1:], "max_tokens": 9}).status_code == 502
+    told = bench.get(f"/sessions/{session_id}").json()
+    assert (told["dropped"], told["sampled_tokens"]) == ({"infra": 9}, 9)
+    for reply in (
+        bench.get(f"/sessions/{session_id}/merged"),
+        bench.post(f"/sessions/{session_id}/store", {"key": KEY}),
+    ):
+        assert refusal(reply) == (422, "cannot_merge") and reply.json()["error"]["sampled_tokens"] == 9
 
 
 def test_branches_of_a_tree_are_picked(bench: Bench) -> None:

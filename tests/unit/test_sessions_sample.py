@@ -12,7 +12,7 @@ import pytest
 
 from rl360.errors import BadInput, CorruptObject
 from rl360.harbor.verdict import Verdict
-from rl360.ledger.outcomes import HAS_VERDICT, Outcome
+from rl360.ledger.outcomes import DROPPED, HAS_VERDICT, Outcome
 from rl360.sessions.routing import RowForward
 from rl360.sessions.sample import AttemptRecord, LeafCounts, MergedSample, SampleRef, decode_samples, encode_samples
 from rl360.store.codec import pack, unpack
@@ -23,7 +23,7 @@ MASK = [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
 
 
 def sample(**changes: Any) -> MergedSample:
-    """Prompt 4, sampled 3, observation 3, sampled 3; two more sampled tokens were dropped."""
+    """Prompt 4, sampled 3, observation 3, sampled 3; three more sampled tokens were dropped."""
     mask = np.array(MASK, dtype=np.uint8)
     fields: dict[str, Any] = {
         "attempt_id": ATTEMPT,
@@ -35,9 +35,7 @@ def sample(**changes: Any) -> MergedSample:
         "logprobs": np.where(mask == 1, -0.5, 0.0).astype(np.float32),
         "version_spans": [(4, 7, "run:0"), (10, 13, "run:0")],
         "sampled_tokens": 9,
-        "after_truncation_tokens": 1,
-        "prefix_break_tokens": 1,
-        "duplicate_tokens": 1,
+        "dropped": {"after_truncation": 1, "stale": 2},
         "truncated": False,
         "turns": 2,
         "cached_tokens": 4,
@@ -181,9 +179,18 @@ NAN, HALF = np.float32(np.nan).tobytes(), np.float32(-0.5).tobytes()
         (lambda w: w.update(tokens=["<i4", [1 << 40]]), "the object has"),
         (lambda w: w.update(tokens=["<i4", [1, 13]]), r"tokens is int32 \(1, 13\)"),
         (lambda w: w.update(tokens=["<i4", [12]]), r"expected uint8 \(12,\)|expected float32 \(12,\)"),
-        (lambda w: w.update(sampled_tokens=8), "kept 6 \\+ dropped 3 tokens is not the 8 sampled"),
-        (lambda w: w.update(duplicate_tokens=2), "dropped 4 tokens is not the 9"),
-        (lambda w: w.update(after_truncation_tokens=3, prefix_break_tokens=-1), "a count is at least 0"),
+        (lambda w: w.update(sampled_tokens=8), "trainable 6 \\+ dropped 3 tokens is not the 8 sampled"),
+        (lambda w: w["dropped"].update(duplicate=1), "dropped 4 tokens is not the 9"),
+        (lambda w: w["dropped"].update(stale=3, infra=-1), "dropped holds 'infra': -1"),
+        (lambda w: w["dropped"].update(infra=0), "dropped holds 'infra': 0"),
+        (lambda w: w["dropped"].update(stale=True), "dropped holds 'stale': True"),
+        (
+            lambda w: w.update(dropped={"stale": 2, "trained": 1}),
+            "dropped holds 'trained': 1, expected tokens in after_",
+        ),
+        (lambda w: w.update(dropped={"stale": 2, 7: 1}), "dropped holds 7: 1"),
+        (lambda w: w.update(dropped=[3]), "dropped is of type list"),
+        (lambda w: w.update(leaf=-1), "leaf is -1, a count is at least 0"),
         (lambda w: w.update(sampled_tokens="9"), "sampled_tokens is of type str, expected int"),
         (lambda w: w.update(truncated=1), "truncated is of type int, expected bool"),
         (lambda w: w.update(turns=True), "turns is of type bool, expected int"),
@@ -254,9 +261,7 @@ def test_counts_of_a_sample() -> None:
         prompt=4,
         observation=3,
         sampled_tokens=9,
-        after_truncation=1,
-        prefix_break=1,
-        duplicate=1,
+        dropped={"after_truncation": 1, "stale": 2},
         versions=("run:0",),
         truncated=False,
         turns=2,
@@ -272,12 +277,14 @@ def test_counts_of_a_sample() -> None:
 
 
 def test_a_reference_is_small_and_comes_back() -> None:
+    most = {str(bucket): 1 << 20 for bucket in DROPPED}
     one = replace(LeafCounts.of(routed()), tokens=120_000, observation=119_990, prompt_tokens=3_000_000)
+    one = replace(one, dropped=most, sampled_tokens=6 + sum(most.values()))
     ref = reference(leaves=(one,) * 8, size_bytes=28_000_000)
     packed = pack(ref.to_wire())
     assert len(packed) < 2048
     assert SampleRef.from_wire(unpack(packed, KEY), KEY) == ref
-    assert ref.sampled_tokens == 8 * 9
+    assert ref.sampled_tokens == 8 * one.sampled_tokens
 
 
 @pytest.mark.parametrize(
@@ -299,7 +306,11 @@ def test_a_reference_is_small_and_comes_back() -> None:
         (lambda w: w["leaves"].update(versions=["run:0"]), "leaves field versions"),
         (lambda w: w.update(leaves={name: [] for name in w["leaves"]}), "reference without leaves"),
         (lambda w: w["leaves"].update(trainable=[5]), "are not the 13 of the leaf"),
-        (lambda w: w["leaves"].update(duplicate=[0]), r"trainable 6 \+ dropped 2 tokens is not the 9"),
+        (lambda w: w["leaves"].update(dropped=[{"stale": 2}]), r"trainable 6 \+ dropped 2 tokens is not the 9"),
+        (lambda w: w["leaves"].update(dropped=[{}]), r"trainable 6 \+ dropped 0 tokens"),
+        (lambda w: w["leaves"].update(dropped=[{"stale": 3, "duplicate": 0}]), "dropped holds 'duplicate': 0"),
+        (lambda w: w["leaves"].update(dropped=[{"over_length": 3}]), "dropped holds 'over_length': 3"),
+        (lambda w: w["leaves"].update(dropped=[3]), "leaves field dropped"),
     ],
 )
 def test_a_reference_that_does_not_hold_is_refused(change: Callable[[dict[str, Any]], Any], words: str) -> None:

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import orjson
 import pytest
 
-from rl360.sessions.merge import merge, snapshot
 from rl360.sessions.registry import Limits, Registry
 from rl360.sessions.sample import decode_samples
 from tests.unit.sessions_data import BASH_SCHEMA, EDIT_SCHEMA, call_turn, spec, state_of, template
@@ -245,7 +243,8 @@ def test_budgets(bench: Bench) -> None:
     full = bench.chat(small, CHAT)
     assert (full.status_code, full.json()["error"]["code"]) == (409, "length")
     assert full.headers["x-should-retry"] == "false"
-    assert bench.get(f"/sessions/{small}/merged").json()["error"]["code"] == "cannot_merge"
+    unmerged = bench.get(f"/sessions/{small}/merged").json()["error"]
+    assert (unmerged["code"], unmerged["sampled_tokens"]) == ("cannot_merge", 0)
     assert bench.get(f"/sessions/{small}/merged").status_code == 422
 
 
@@ -264,7 +263,7 @@ def test_of_racing_requests_exactly_one_is_recorded(bench: Bench) -> None:
     assert all(reply.headers["x-should-retry"] == "false" for reply in lost)
     session = bench.service.registry.get(session_id).session
     assert (session.epoch, len(session.turns)) == (1, 1)
-    assert session.duplicate_tokens == 7 * session.turns[0].sampled
+    assert session.dropped == {"duplicate": 7 * session.turns[0].sampled}
 
 
 def test_a_client_that_goes_away_changes_nothing_and_stops_the_engine(bench: Bench) -> None:
@@ -277,7 +276,7 @@ def test_a_client_that_goes_away_changes_nothing_and_stops_the_engine(bench: Ben
     assert bench.engine.cancelled.wait(10)
     _wait(lambda: bench.service.registry.in_flight == 0, "the request to end")
     bench.engine.gate.set()
-    assert (session.epoch, session.duplicate_tokens) == (0, 0)
+    assert (session.epoch, session.sampled_tokens, session.requests_unanswered) == (0, 0, 1)
     assert bench.chat(session_id, CHAT).status_code == 200
 
 
