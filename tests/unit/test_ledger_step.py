@@ -10,7 +10,7 @@ import pytest
 from rl360.config.run import ObjectiveConfig
 from rl360.errors import CorruptObject
 from rl360.ledger.checks import LedgerBroken, check_ledger
-from rl360.ledger.outcomes import Bucket, Outcome
+from rl360.ledger.outcomes import DROPPED, Bucket, Outcome
 from rl360.ledger.step import StepLedger, build_step_ledger
 from rl360.objective.filters import filter_groups
 from rl360.store.codec import pack, unpack
@@ -178,6 +178,17 @@ def test_a_batch_the_trainer_refused_is_booked_as_nonfinite() -> None:
     assert (ledger.attempts[0].advantage, ledger.attempts[0].loss_weight) == (None, 0.0)
     assert ledger.attempts[0].leaves == (Bucket.NONFINITE,)
     assert all(check.holds for check in check_ledger(ledger))
+
+
+def test_what_a_session_dropped_is_booked_where_it_said() -> None:
+    dropped = {str(bucket): 1 + index for index, bucket in enumerate(DROPPED)}
+    attempts = [attempt(0, 0, 1.0, dropped=dropped), attempt(0, 1, 0.0)]
+    ledger = ledger_of(attempts)
+    assert ledger.attempts[0].tokens == {Bucket.TRAINED: 6, **dropped}
+    lost = {"trained_samples": 0, "trained_tokens": 0, "loss_weight_sum": 0.0, "loss": None, "grad_norm": None}
+    refused = ledger_of(attempts, status="nonfinite", version_after=0, **lost).attempts[0]
+    assert refused.tokens == {**dropped, Bucket.NONFINITE: 6 + dropped["nonfinite"]}
+    assert refused.sampled_tokens == sum(refused.tokens.values())
 
 
 def test_an_empty_step_may_not_have_taken_an_optimizer_step() -> None:
