@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl360.bench.shape import FULL, Shape
+from rl360.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,15 @@ def at_least(
     name: str, *, ours: float, unit: str, limit: float, baseline: float | None = None, detail: str = ""
 ) -> Row:
     return Row(name, baseline, ours, unit, f">= {limit:g} {unit}", ours >= limit, detail)
+
+
+def chosen_rows(text: str, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of rows from `a,b`; empty means `default`."""
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadInput(f"--rows {unknown[0]}: no such row; choose among {', '.join(known)}")
+    return names or default
 
 
 def median_of(measure: Callable[[], float], times: int) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-from rl360.bench.rows import Options, Row
-from rl360.errors import BadInput
+from rl360.bench.rows import Options, Row, chosen_rows
 
 MODULES = {
-    "coordinator_cpu": "local_rows",
+    "coordinator_cpu": "coordinator",
     "merge_pipeline_ms": "local_rows",
     "routing_bytes_mb": "local_rows",
     "turn61_vs_turn2": "http_rows",
@@ -23,11 +22,7 @@ DEFAULT = tuple(name for name in MODULES if name not in ON_REQUEST)
 
 def chosen(text: str) -> tuple[str, ...]:
     """Names from `a,b`; empty means the default ones."""
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    unknown = [name for name in names if name not in MODULES]
-    if unknown:
-        raise BadInput(f"--rows {unknown[0]}: no such row; choose among {', '.join(MODULES)}")
-    return names or DEFAULT
+    return chosen_rows(text, tuple(MODULES), DEFAULT)
 
 
 def measure(names: tuple[str, ...], options: Options) -> Iterator[Row]:

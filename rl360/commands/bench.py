@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rl360.bench.rows import Row
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON line a row, for programs.")]
+QuickOption = Annotated[bool, typer.Option(help="Few repeats: a look, not figures.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add `rl360 bench` to the program."""
     bench = typer.Typer(help="Measure against goals; docs/benchmarks.md explains each row.", no_args_is_help=True)
-    bench.callback()(lambda: None)  # keeps the benchmark's name on the command line while there is only one
     bench.command("sessions", epilog="Example: rl360 bench sessions --rows merge_pipeline_ms,turn61_vs_turn2")(sessions)
+    bench.command("objective", epilog="Example: rl360 bench objective --rows advantages_ms")(objective)
     app.add_typer(bench, name="bench")
 
 
 def sessions(
     rows: Annotated[str, typer.Option(help="Only these rows, joined by commas (default: all but collection).")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line a row, for programs.")] = False,
-    quick: Annotated[bool, typer.Option(help="Few repeats: a look, not figures.")] = False,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
     count: Annotated[int, typer.Option(min=1, help="Trajectories of the collection row.")] = 8192,
     shard: Annotated[int, typer.Option(min=1, help="Trajectories written before they are checked and deleted.")] = 256,
 ) -> None:
@@ -26,15 +33,40 @@ def sessions(
 
     Example: rl360 bench sessions --json
     """
-    import orjson
-
-    from rl360.bench.rows import Options, machine, table
+    from rl360.bench.rows import Options
     from rl360.bench.sessions import chosen, measure
 
-    names = chosen(rows)
-    options = Options(quick=quick, count=count, shard=shard, say=lambda line: typer.echo(line, err=True))
+    options = Options(quick=quick, count=count, shard=shard, say=_say)
+    _print(measure(chosen(rows), options), as_json)
+
+
+def objective(
+    rows: Annotated[str, typer.Option(help="Only these rows, joined by commas (default: all).")] = "",
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+) -> None:
+    """Advantages, packing and the trainer's step beside their plain versions. Exit 1 when a row misses.
+
+    Example: rl360 bench objective --json
+    """
+    from rl360.bench.objective import chosen, measure
+    from rl360.bench.rows import Options
+
+    _print(measure(chosen(rows), Options(quick=quick, say=_say)), as_json)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _print(rows: Iterator[Row], as_json: bool) -> None:
+    """Each row as it is measured, or a table at the end; exit 1 when one misses its goal."""
+    import orjson
+
+    from rl360.bench.rows import machine, table
+
     found = []
-    for row in measure(names, options):
+    for row in rows:
         found.append(row)
         if as_json:
             typer.echo(orjson.dumps(row.to_json()).decode())

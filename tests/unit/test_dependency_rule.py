@@ -14,6 +14,8 @@ LAYERS = ("rl360", "tasks", "flows", "infra")
 PURE = ("objective", "ledger", "store", "config")
 SERVICE_LIBRARIES = {"httpx", "fastapi", "starlette", "uvicorn", "sglang", "megatron", "prefect", "requests", "aiohttp"}
 COMPUTES = (
+    "rl360/bench/bare_trainer.py",
+    "rl360/bench/objective.py",
     "rl360/training/",
     "rl360/policy/",
     "rl360/objective/losses.py",
