@@ -28,6 +28,7 @@ def _filter(job: Job, weight_version: str) -> Produced:
         expected_version=weight_version,
         max_seq_len=job.config.rollout.max_seq_len,
         loss_constant=job.config.loss_constant,
+        routing_replay=job.config.trainer.routing_replay,
     )
     ref = put_object(job.store, step_key(job.run, job.step, "filter.msgpack"), pack(result.to_wire(job.run, job.step)))
     reasons = Counter(str(decision.bucket) for decision in result.decisions)

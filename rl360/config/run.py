@@ -256,6 +256,7 @@ class TrainerConfig(_Section):
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     max_tokens_per_micro_batch: int = Field(4096, ge=64)
+    routing_replay: bool = Field(False, description="train a mixture of experts with the experts that the engine chose")
     checkpoint_every: int = Field(
         5, ge=1, le=10_000, description="steps between checkpoints", json_schema_extra=OPERATIONAL
     )

@@ -8,6 +8,8 @@ the decision's token counts sum to what the attempt sampled. Rules, first match 
     sampled under another version, or with      stale               (same)
     other parameters than the run's
     more tokens than `max_seq_len`              over_length         (same)
+    replay of routing, and not a row of it      routing_misaligned  (same)
+    for every token but the last
     fewer than two verdicts in the scope        insufficient_valid
     all verdicts of the scope agree             zero_disagreement
     nothing sampled is left under the mask      the first bucket of what its session dropped
@@ -150,11 +152,13 @@ def filter_groups(
     expected_version: str,
     max_seq_len: int,
     loss_constant: float | None = None,
+    routing_replay: bool = False,
 ) -> FilterResult:
     """Decide about every attempt of a step.
 
     expected_version: the weight version this step samples from; a sample with ids of another one is stale.
     loss_constant: divisor of the reduction `constant`, which the other reductions have no use for.
+    routing_replay: the trainer replays routed experts, so a sample without them cannot train.
     Refuses (BadInput) duplicated attempt ids, missing group ids, and records that contradict themselves.
     """
     ordered = sorted(attempts, key=lambda attempt: attempt.attempt_id)
@@ -175,7 +179,8 @@ def filter_groups(
     for attempt in ordered:
         name = attempt.attempt_id
         reason = Bucket.INFRA if attempt.verdict is None else reasons.get(scope_of[name])
-        decisions.append(_decide(attempt, reason, advantage_of.get(name), expected_version, max_seq_len))
+        own = [_leaf_reason(leaf, expected_version, max_seq_len, routing_replay) for leaf in _leaves(attempt)]
+        decisions.append(_decide(attempt, reason, advantage_of.get(name), own))
         totals.update(decisions[-1].tokens)
     weights = token_weights(
         config.reduction, [decision.tokens.get(Bucket.TRAINED, 0) for decision in decisions], loss_constant
@@ -189,14 +194,13 @@ def filter_groups(
 
 
 def _decide(
-    attempt: AttemptRecord, reason: Bucket | None, advantage: float | None, expected_version: str, max_seq_len: int
+    attempt: AttemptRecord, reason: Bucket | None, advantage: float | None, leaf_reasons: Sequence[Bucket | None]
 ) -> Decision:
-    """The decision about one attempt; `reason` is why nothing of it trains, or None."""
+    """The decision about one attempt; `reason` is why nothing of it trains, or None; `leaf_reasons` of each sample."""
     leaves: list[Bucket] = []
     tokens: Counter[Bucket] = Counter()
-    for leaf in _leaves(attempt):
-        own = None if reason is Bucket.INFRA else _leaf_reason(leaf, expected_version, max_seq_len)
-        bucket, counts = _place_tokens(leaf, own or reason)
+    for leaf, own in zip(_leaves(attempt), leaf_reasons, strict=True):
+        bucket, counts = _place_tokens(leaf, reason if reason is Bucket.INFRA else own or reason)
         leaves.append(bucket)
         tokens.update(counts)
     unmerged = reason if reason is Bucket.INFRA else Bucket.PREFIX_BREAK
@@ -257,11 +261,13 @@ def _leaves(attempt: AttemptRecord) -> tuple[LeafCounts, ...]:
     return attempt.stored.leaves if attempt.stored is not None else ()
 
 
-def _leaf_reason(leaf: LeafCounts, expected_version: str, max_seq_len: int) -> Bucket | None:
+def _leaf_reason(leaf: LeafCounts, expected_version: str, max_seq_len: int, routing_replay: bool) -> Bucket | None:
     """Why this sample cannot train whatever its group does, or None."""
     if leaf.sampling_differs or any(version != expected_version for version in leaf.versions):
         return Bucket.STALE
-    return Bucket.OVER_LENGTH if leaf.tokens > max_seq_len else None
+    if leaf.tokens > max_seq_len:
+        return Bucket.OVER_LENGTH
+    return Bucket.ROUTING_MISALIGNED if routing_replay and leaf.routing_rows != leaf.tokens - 1 else None
 
 
 def _place_tokens(leaf: LeafCounts, reason: Bucket | None) -> tuple[Bucket, dict[Bucket, int]]:

@@ -21,6 +21,7 @@ class TrainSequence:
     """What the trainer needs of one sample. tokens int32 [T], loss_mask uint8 [T], logprobs float32 [T].
 
     weight: of each of its trained tokens in the loss, relative to those of others.
+    routing: experts to replay, uint8 or uint16 [T - 1, layers, top_k]; None leaves the choice to the model.
     """
 
     tokens: np.ndarray
@@ -29,6 +30,7 @@ class TrainSequence:
     advantage: float = 0.0
     name: str = ""
     weight: float = 1.0
+    routing: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         name, length = self.name or "sample", len(self.tokens)
@@ -38,6 +40,8 @@ class TrainSequence:
             raise BadInput(f"{name}: tokens, loss_mask and logprobs differ in length")
         if self.loss_mask[0]:
             raise BadInput(f"{name}: loss_mask is set on the first token, which nothing predicts")
+        if self.routing is not None and len(self.routing) != length - 1:
+            raise BadInput(f"{name}: {len(self.routing)} rows of routed experts, {length} tokens have {length - 1}")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class MicroBatch:
 
     inputs, targets int64 [rows, width]; mask uint8, logprobs, advantages and weights float32 [rows, width].
     indices: the sample in each row; empty for a micro-batch that only keeps ranks in step.
+    routing: experts to replay [rows, width, layers, top_k], as narrow as the samples hold them; None: the model's own.
     """
 
     indices: tuple[int, ...]
@@ -55,6 +60,7 @@ class MicroBatch:
     logprobs: np.ndarray
     advantages: np.ndarray
     weights: np.ndarray
+    routing: np.ndarray | None = None
 
 
 def _width(length: int, multiple: int) -> int:
@@ -115,4 +121,19 @@ def build(
         advantages[row], weights[row] = sample.advantage, sample.weight
         if sample.logprobs is not None:
             logprobs[row, : length - 1] = sample.logprobs[1:]
-    return MicroBatch(indices, tokens[:, :-1], tokens[:, 1:], mask, logprobs, advantages, weights)
+    routing = _routing([samples[index] for index in indices], width)
+    return MicroBatch(indices, tokens[:, :-1], tokens[:, 1:], mask, logprobs, advantages, weights, routing)
+
+
+def _routing(samples: Sequence[TrainSequence], width: int) -> np.ndarray | None:
+    """The samples' routing as a rectangle. Column t is the forward of token t, so T - 1 rows fill all columns but those
+    of the last token and the padding. These repeat the sample's own rows from the first on: valid, spread over experts
+    as the sample is, and without effect: nothing trained is predicted there and, the mask being causal, sees them."""
+    held = [sample.routing for sample in samples if sample.routing is not None]
+    if not held:
+        return None
+    if len(held) < len(samples) or len({(rows.dtype, rows.shape[1:]) for rows in held}) > 1:
+        raise BadInput(
+            f"routing of {', '.join(s.name for s in samples)}: not all have it, or not in one type and layout"
+        )
+    return np.stack([np.resize(rows, (width, *rows.shape[1:])) for rows in held])

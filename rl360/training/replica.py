@@ -134,6 +134,8 @@ class Replica:
         trainer = config.trainer
         optim = Optim(trainer.lr, trainer.beta1, trainer.beta2, trainer.eps, trainer.weight_decay, trainer.grad_clip)
         policy = together(lambda: Policy(Path(command.model_dir), self.layout, optim))
+        if trainer.routing_replay and policy.shape.routing is None:
+            raise BadInput(f"trainer.routing_replay is on and {command.model_dir} has no experts; switch it off")
         at = Position(command.run, config, command.model_dir, 0, 0, digest_of(policy.weights()))
         saved = command.checkpoint
         if saved is not None:
@@ -185,7 +187,8 @@ class Replica:
             limit = at.config.trainer.max_tokens_per_micro_batch
             share = policy.share([row.tokens for row in batch.rows], limit)
             mine = sorted({index for indices in share for index in indices})
-            samples = read_samples(self.store, [batch.rows[index] for index in mine], policy.shape.vocab)
+            replay = policy.shape.routing if at.config.trainer.routing_replay else None
+            samples = read_samples(self.store, [batch.rows[index] for index in mine], policy.shape.vocab, replay)
             # in units of the mean's weight, so that a mean over tokens is summed plainly and divided once, by `tokens`
             weighed = [
                 replace(s, weight=batch.rows[i].weight * batch.trained_tokens)

@@ -17,10 +17,12 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl360.errors import BadInput, CorruptObject
 from rl360.objective.filters import BATCH_SCHEMA, TrainRow
+from rl360.sessions.routing import RoutingShape
 from rl360.sessions.sample import MergedSample, decode_samples
 from rl360.store.codec import sha256_hex, unpack
 from rl360.store.layout import step_key
@@ -152,8 +154,13 @@ def _name(row: TrainRow) -> str:
     return f"{row.attempt_id} leaf {row.leaf}"
 
 
-def read_samples(store: ObjectStore, rows: Sequence[TrainRow], vocab: int) -> list[TrainSequence]:
-    """The samples of `rows`, in their order. Each object is read once; one that is not what its rows say is refused."""
+def read_samples(
+    store: ObjectStore, rows: Sequence[TrainRow], vocab: int, replay: RoutingShape | None = None
+) -> list[TrainSequence]:
+    """The samples of `rows`, in their order. Each object is read once; one that is not what its rows say is refused.
+
+    replay: routing of this shape is read too, and a sample without it refused; None leaves routing aside.
+    """
     wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         wanted[row.key, row.sha256].append(index)
@@ -164,15 +171,15 @@ def read_samples(store: ObjectStore, rows: Sequence[TrainRow], vocab: int) -> li
         if sha256_hex(data) != digest:
             raise CorruptObject(key, f"has sha256 {sha256_hex(data)[:16]}, the batch asks for {digest[:16]}")
         samples = decode_samples(data, key)
-        return [(index, _sequence(samples, rows[index], vocab)) for index in wanted[where]]
+        return [(index, _sequence(samples, rows[index], vocab, replay)) for index in wanted[where]]
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="samples") as readers:
         found = dict(pair for pairs in readers.map(read, wanted) for pair in pairs)
     return [found[index] for index in range(len(rows))]
 
 
-def _sequence(samples: Sequence[MergedSample], row: TrainRow, vocab: int) -> TrainSequence:
-    """What the trainer needs of the row's sample, copied: views would keep the whole object, routing included."""
+def _sequence(samples: Sequence[MergedSample], row: TrainRow, vocab: int, replay: RoutingShape | None) -> TrainSequence:
+    """What the trainer needs of the row's sample, copied: views would keep the whole object, all its leaves."""
     if row.leaf >= len(samples):
         raise CorruptObject(row.key, f"holds {len(samples)} samples, the batch asks for leaf {row.leaf}")
     sample, name = samples[row.leaf], _name(row)
@@ -187,6 +194,26 @@ def _sequence(samples: Sequence[MergedSample], row: TrainRow, vocab: int) -> Tra
         worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
         raise CorruptObject(row.key, f"sample {name}: token id {worst} is outside the vocabulary of {vocab}")
     try:
-        return TrainSequence(tokens, mask, sample.logprobs.copy(), row.advantage, name)
+        routing = None if replay is None else _routing(sample, replay, name)
+        return TrainSequence(tokens, mask, sample.logprobs.copy(), row.advantage, name, routing=routing)
     except BadInput as error:
         raise CorruptObject(row.key, str(error)) from None
+
+
+def _routing(sample: MergedSample, shape: RoutingShape, name: str) -> np.ndarray:
+    """The sample's routed experts, copied, when the trainer's model can replay them."""
+    rows, wanted = sample.routing, (len(sample.tokens) - 1, shape.layers, shape.top_k)
+    if rows is None:
+        raise BadInput(f"sample {name} has no routed experts, trainer.routing_replay needs them")
+    if rows.shape != wanted:
+        raise BadInput(f"sample {name}: routed experts are {rows.shape}, the model replays {wanted}")
+    if int(rows.max()) >= shape.experts:
+        raise BadInput(f"sample {name}: routed experts name expert {rows.max()}, the model has {shape.experts}")
+    ordered = np.sort(rows, axis=-1)
+    twice = np.argwhere(ordered[..., 1:] == ordered[..., :-1])
+    if len(twice):
+        position, layer, _ = twice[0].tolist()
+        raise BadInput(
+            f"sample {name}: position {position}, layer {layer} names an expert twice: {rows[position, layer]}"
+        )
+    return rows.astype(shape.dtype)

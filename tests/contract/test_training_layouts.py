@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.contract.trainer_rig import REPO, free_ports
-from tests.unit.training_data import VOCAB, write_model
+from tests.unit.training_data import EXPERTS, VOCAB, write_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 Run = Callable[..., tuple[list[dict[str, float]], dict[str, Any]]]
@@ -28,7 +28,7 @@ Run = Callable[..., tuple[list[dict[str, float]], dict[str, Any]]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("layouts")
     write_model(made / "dense")
-    write_model(made / "moe", experts=4)
+    write_model(made / "moe", experts=EXPERTS)
     return made
 
 
@@ -37,14 +37,23 @@ def run(folder: Path) -> Run:
     """Steps of a model under a layout, by torchrun; what each told and the tensors at the end."""
     done: dict[str, Any] = {}
 
-    def train(model: str, ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, sp: int = 0, start: str = "-") -> Any:
-        name = f"{model}-{ranks}-{tp}-{pp}-{ep}-{sp}-{start}"
+    def train(
+        model: str,
+        ranks: int,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        sp: int = 0,
+        start: str = "-",
+        routing: str = "own",
+    ) -> Any:
+        name = f"{model}-{ranks}-{tp}-{pp}-{ep}-{sp}-{start}-{routing}"
         if name not in done:
             after = str(folder / f"{start}.safetensors") if start != "-" else "-"
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
             command += ["--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0])]
             command += ["-m", "tests.contract.training_ranks", str(folder / model), str(folder), name]
-            command += [str(tp), str(pp), str(ep), str(sp), after]
+            command += [str(tp), str(pp), str(ep), str(sp), after, routing]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPO)}
             found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=REPO)
             assert found.returncode == 0, found.stderr[-3000:]
@@ -78,11 +87,29 @@ def test_expert_layouts_train_as_one_process(run: Run, layout: dict[str, int]) -
     assert_same(run("moe", **layout), run("moe", 1))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"ranks": 2},
+        {"ranks": 2, "ep": 2},
+        {"ranks": 2, "tp": 2, "sp": 1},
+        {"ranks": 2, "pp": 2},
+        {"ranks": 2, "pp": 2, "routing": "recompute"},
+    ],
+    ids=["dp2", "ep2", "tp2-sp", "pp2", "pp2-recompute"],
+)
+def test_layouts_replay_routing_as_one_process(run: Run, layout: dict[str, Any]) -> None:
+    one = run("moe", 1, routing="replay")
+    assert_same(run("moe", **{"routing": "replay"} | layout), one)
+    assert abs(one[0][0]["loss_weight_sum"] - run("moe", 1)[0][0]["loss_weight_sum"]) < 1e-6
+    assert abs(one[0][0]["mean_abs_dlogp"] - run("moe", 1)[0][0]["mean_abs_dlogp"]) > 1e-2, "it is another forward"
+
+
 def test_a_checkpoint_moves_between_layouts(run: Run) -> None:
     run("dense", 2, tp=2)
     run("dense", 1)
-    moved = run("dense", 1, start="dense-2-2-1-1-0--")
-    stayed = run("dense", 1, start="dense-1-1-1-1-0--")
+    moved = run("dense", 1, start="dense-2-2-1-1-0---own")
+    stayed = run("dense", 1, start="dense-1-1-1-1-0---own")
     assert_same(moved, stayed)
 
 

@@ -1,7 +1,8 @@
 """Run by torchrun in test_training_layouts: three steps of a replica under a layout, then the weights and moments to a
 file. Each data-parallel rank must have read the samples it trains and no others.
 
-argv: model directory, output folder, name, tp, pp, ep, sequence parallel (0 or 1), checkpoint to start from or "-"
+argv: model directory, output folder, name, tp, pp, ep, sequence parallel (0 or 1), checkpoint to start from or "-",
+routing: "own", "replay" of experts drawn at random, "recompute" (replay, and every layer's forward runs twice)
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from rl360.training.megatron.model import Layout, parallel_state
 from rl360.training.replica import OpenRun, Replica, TrainStep
 from rl360.training.results import StepStatus, TrainResult
 from tests.unit.memory_store import MemoryStore
-from tests.unit.training_data import put_batch, samples_of
+from tests.unit.training_data import put_batch, routed, samples_of
 
 STEPS, MAX_TOKENS, COUNT = 3, 256, 13
 MEANS = {"loss", "loss_weight_sum", "clip_fraction", "tis_mean", "mean_abs_dlogp", "entropy"}
 
 
 def main() -> None:
-    model, out, name, tp, pp, ep, sp, start = sys.argv[1:]
+    model, out, name, tp, pp, ep, sp, start, routing = sys.argv[1:]
     layout = Layout(int(tp), int(pp), int(ep), sequence_parallel=sp == "1")
     parallel.enter(layout)
     store = MemoryStore()
-    trainer = {"lr": 1e-3, "max_tokens_per_micro_batch": MAX_TOKENS}
+    trainer = {"lr": 1e-3, "max_tokens_per_micro_batch": MAX_TOKENS, "routing_replay": routing != "own"}
     config = RunConfig.parse({"run": "r1", "rollout": {"max_seq_len": MAX_TOKENS}, "trainer": trainer})
     replica = Replica(cast(Any, store), layout, name)
     replica.execute(OpenRun("r1", config.to_json(), model, None, ()))
     policy = replica.policy
     assert policy is not None
+    if routing == "recompute":
+        core = policy.core.config
+        core.recompute_granularity, core.recompute_method, core.recompute_num_layers = "full", "uniform", 1
     first = 0
     if start != "-":
         held = load_file(start)
@@ -48,7 +52,9 @@ def main() -> None:
         first = STEPS
     told = []
     for step in range(first, first + STEPS):
-        body = put_batch(store, "r1", step, samples_of(step, COUNT))
+        samples = samples_of(step, COUNT)
+        samples = samples if routing == "own" else [routed(row) for row in samples]
+        body = put_batch(store, "r1", step, samples)
         store.read.clear()
         result = cast(TrainResult, replica.execute(TrainStep(step, body["batch_key"], body["batch_digest"])))
         assert result.status is StepStatus.TRAINED

@@ -24,9 +24,15 @@ def run_filter(
     max_seq_len: int = 384,
     config: ObjectiveConfig = CONFIG,
     loss_constant: float | None = None,
+    routing_replay: bool = False,
 ) -> FilterResult:
     return filter_groups(
-        attempts, config, expected_version="run:0", max_seq_len=max_seq_len, loss_constant=loss_constant
+        attempts,
+        config,
+        expected_version="run:0",
+        max_seq_len=max_seq_len,
+        loss_constant=loss_constant,
+        routing_replay=routing_replay,
     )
 
 
@@ -120,6 +126,18 @@ def test_another_weight_version_is_stale_and_its_reward_still_counts() -> None:
 def test_over_length() -> None:
     result = run_filter([attempt(0, 0, 1.0, prompt=20), attempt(0, 1, 0.0)], max_seq_len=20)
     assert buckets(result) == [Bucket.OVER_LENGTH, Bucket.TRAINED]
+
+
+def test_a_sample_without_routing_cannot_be_replayed_and_its_reward_still_counts() -> None:
+    attempts = [attempt(0, 0, 1.0, leaves=[{"routed": True}, {}]), *(attempt(0, i, 0.0, routed=i < 2) for i in (1, 2))]
+    assert run_filter(attempts).trained_tokens == 24
+    result = run_filter(attempts, routing_replay=True)
+    assert buckets(result) == [Bucket.TRAINED, Bucket.TRAINED, Bucket.ROUTING_MISALIGNED]
+    assert result.decisions[0].leaves == (Bucket.TRAINED, Bucket.ROUTING_MISALIGNED)
+    assert result.tokens == {Bucket.TRAINED: 12, Bucket.ROUTING_MISALIGNED: 12}
+    np.testing.assert_allclose(result.advantages, [2 / 3, -1 / 3], rtol=1e-15)
+    gone = attempt(0, 3, None, sample=True)
+    assert run_filter([*attempts, gone], routing_replay=True).decisions[3].bucket is Bucket.INFRA
 
 
 def test_nonfinite_logprobs_are_never_stored() -> None:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from rl360.errors import CorruptObject, StoreUnavailable
+from rl360.sessions.routing import RoutingShape
 from rl360.sessions.sample import encode_samples
 from rl360.store.codec import sha256_hex
 from rl360.store.layout import merged_key
 from rl360.training.packing import TrainSequence
 from rl360.training.results import Batch, parse_batch, read_samples
 from tests.unit.memory_store import MemoryStore
-from tests.unit.training_data import VOCAB, batch, merged, sample, samples_of, stored_row
+from tests.unit.training_data import EXPERTS, LAYERS, VOCAB, batch, merged, routed, sample, samples_of, stored_row
 
 A = stored_row(MemoryStore(), "r1", 3, sample(0, "a"))
 B = stored_row(MemoryStore(), "r1", 3, sample(1, "b"))
@@ -140,7 +141,7 @@ def nan_at_1(row: dict[str, Any]) -> np.ndarray:
         (replaced(lambda data: data[:-1], digest=False), "has sha256 .* the batch asks for"),
         (replaced(lambda data: data[:-1], digest=True), "do not fill the"),
         (replaced(lambda data: data.replace(b"version\2", b"version\1"), digest=True), "reads schema_version 2"),
-        (replaced(lambda data: data.replace(b"<i4", b"<i8"), digest=True), "tokens of a sample is <i8, expected <i4"),
+        (replaced(lambda data: data.replace(b"<i4", b"<i8"), digest=True), "tokens of a sample is '<i8', expected <i4"),
         (replaced(lambda _: encode_samples([merged(sample(0, "b"))]), digest=True), r"'b', .* the batch says \('a', "),
         (claimed(group_id="s000000-g009"), "the batch says .*s000000-g009"),
         (claimed(tokens=A["tokens"] + 1), f"the batch says .*{A['tokens'] + 1}, {A['trained']}"),
@@ -163,6 +164,43 @@ def test_a_sample_that_is_not_what_its_row_says_is_refused(
     with pytest.raises(CorruptObject, match=match) as error:
         read(store, [good, *put(store)])
     assert str(error.value).startswith(f"object {KEY}: ") and "\n" not in str(error.value)
+
+
+REPLAY = RoutingShape(LAYERS, 2, EXPERTS)
+
+
+def test_routing_is_read_for_replay_and_left_aside_without() -> None:
+    store, row = MemoryStore(), routed(sample(0, "a"))
+    rows = parse(batch("r1", 3, [stored_row(store, "r1", 3, row)])).rows
+    assert read_samples(store, rows, VOCAB)[0].routing is None  # type: ignore[arg-type]
+    held = read_samples(store, rows, VOCAB, REPLAY)[0].routing  # type: ignore[arg-type]
+    assert held is not None and held.dtype == np.uint8 and held.base is None
+    np.testing.assert_array_equal(held, row["routing"])
+
+
+def twice(row: dict[str, Any]) -> dict[str, Any]:
+    """Of the row at position 3, the second layer names one expert two times."""
+    routing = row["routing"].copy()
+    routing[3, 1] = 2
+    return row | {"routing": routing}
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        (sample(0, "a"), "has no routed experts, trainer.routing_replay needs them"),
+        (routed(sample(0, "a"), layers=3), r"routed experts are \(\d+, 3, 2\), the model replays \(\d+, 2, 2\)"),
+        (routed(sample(0, "a"), top_k=1), r"routed experts are \(\d+, 2, 1\), the model replays \(\d+, 2, 2\)"),
+        (routed(sample(0, "a"), experts=5), "name expert 4, the model has 4"),
+        (twice(routed(sample(0, "a"))), r"position 3, layer 1 names an expert twice: \[2 2\]"),
+    ],
+)
+def test_routing_that_the_model_cannot_replay_is_refused(row: dict[str, Any], match: str) -> None:
+    store = MemoryStore()
+    rows = [stored_row(store, "r1", 3, each) for each in (routed(sample(1, "b")), row)]
+    with pytest.raises(CorruptObject, match=match) as error:
+        read_samples(store, parse(batch("r1", 3, rows)).rows, VOCAB, REPLAY)  # type: ignore[arg-type]
+    assert str(error.value).startswith(f"object {KEY}: sample a leaf 0") and "\n" not in str(error.value)
 
 
 def test_a_store_that_is_away_is_not_a_bad_sample() -> None:

@@ -14,7 +14,7 @@ from rl360.store.codec import pack, sha256_hex
 from rl360.store.layout import merged_key, step_key
 
 VOCAB, HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN = 512, 64, 2, 4, 2, 16, 128
-EXPERT_FFN = 32
+EXPERTS, EXPERT_FFN = 4, 32
 
 
 def write_model(folder: Path, seed: int = 0, experts: int = 0, **changes: Any) -> Path:
@@ -106,13 +106,19 @@ def untrained(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"loss_mask": np.zeros_like(row["loss_mask"]), "logprobs": np.zeros_like(row["logprobs"])}
 
 
+def routed(row: dict[str, Any], experts: int = EXPERTS, top_k: int = 2, layers: int = LAYERS) -> dict[str, Any]:
+    """The same sample with experts drawn at random for every row of it."""
+    every = np.tile(np.arange(experts, dtype=np.uint8), (len(row["tokens"]) - 1, layers, 1))
+    return row | {"routing": np.random.default_rng(len(row["tokens"])).permuted(every, axis=-1)[..., :top_k]}
+
+
 def samples_of(step: int, count: int = 12) -> list[dict[str, Any]]:
     return [sample(1000 * step + i, f"s{step:06}-g000-a{i:02}-t0") for i in range(count)]
 
 
 def merged(row: dict[str, Any], leaf: int = 0) -> MergedSample:
     """The sample as a session server merges it; unchecked, so that tests can store what no server would."""
-    mask = row["loss_mask"]
+    mask, routing = row["loss_mask"], row.get("routing")
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]]).astype(np.int8)))
     spans = [(int(start), int(end), "r1:0") for start, end in edges.reshape(-1, 2)]
     return MergedSample(
@@ -128,6 +134,8 @@ def merged(row: dict[str, Any], leaf: int = 0) -> MergedSample:
         truncated=False,
         turns=len(spans),
         leaf=leaf,
+        routing_pieces=() if routing is None else (routing,),
+        row_forward=None if routing is None else np.zeros(len(mask) - 1, np.uint8),
     )
 
 

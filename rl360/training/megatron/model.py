@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl360.errors import BadInput
+from rl360.sessions.routing import RoutingShape
 from rl360.training.megatron import ON_CPU
 from rl360.training.megatron.modules import CausalAttention, RmsNorm
 
@@ -45,6 +46,11 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Of the experts a token is routed to; None for a dense model. Every layer has them, or none (`read_shape`)."""
+        return RoutingShape(self.layers, self.experts_per_token, self.experts) if self.experts else None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rl360.training.megatron import ON_CPU, hf_map
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.model import Layout, build_model, parallel_state, read_shape
 from rl360.training.megatron.modules import token_logprobs
+from rl360.training.megatron.replay import replaying
 from rl360.training.packing import MicroBatch, TrainSequence, build, plan
 
 METRICS = ("loss", "weight", "clipped", "tis", "masked", "abs_dlogp", "entropy")
@@ -44,7 +45,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A micro-batch as tensors, all [rows, width]."""
+    """A micro-batch as tensors, all [rows, width]; `routing`, for replay, [rows, width, layers, top_k]."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -52,6 +53,7 @@ class DeviceBatch:
     logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
+    routing: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class StepSums:
 
 def _to_device(batch: MicroBatch) -> DeviceBatch:
     device = "cpu" if ON_CPU else "cuda"
-    fields = (batch.inputs, batch.targets, batch.mask, batch.logprobs, batch.advantages, batch.weights)
+    fields = [batch.inputs, batch.targets, batch.mask, batch.logprobs, batch.advantages, batch.weights]
+    fields += [] if batch.routing is None else [batch.routing]
     return DeviceBatch(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in fields))
 
 
@@ -134,19 +137,22 @@ class Policy:
             no_divisor = torch.zeros((), dtype=torch.int, device=logits.device)  # ours is applied right here
             return sums[0] / divisor, no_divisor, [s.detach() for s in sums]
 
-        def forward_step(stream: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-            batch = _to_device(next(stream))
-            return model(batch.inputs, None, None), partial(on_logits, batch)
+        with replaying(self.core) as replay:
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=self.model,
-            num_microbatches=len(batches),
-            seq_length=max(b.inputs.shape[1] for b in batches),
-            micro_batch_size=max(b.inputs.shape[0] for b in batches),
-            forward_only=forward_only,
-        )
+            def forward_step(stream: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+                batch = _to_device(next(stream))
+                replay(batch.routing)
+                return model(batch.inputs, None, None), partial(on_logits, batch)
+
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=self.model,
+                num_microbatches=len(batches),
+                seq_length=max(b.inputs.shape[1] for b in batches),
+                micro_batch_size=max(b.inputs.shape[0] for b in batches),
+                forward_only=forward_only,
+            )
 
     # -- training -----------------------------------------------------------------------------------------------
 
