@@ -9,7 +9,7 @@ import base64
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,36 @@ def test_each_row_is_there_once_and_where_it_belongs(moe: Rig) -> None:
     outside = sample.loss_mask[:-1] == 0
     assert (sample.row_forward[outside] == RowForward.PREFILL).all()
     assert moe.told(session_id)["reprefilled_rows"] == 0
+
+
+def test_the_trainer_replays_what_the_engine_routed(moe: Rig) -> None:
+    """The engine's log-probs come back under its own experts, and not when these are a row or a layer off."""
+    from rl360.training.megatron import hf_map, parallel
+    from rl360.training.megatron.hf_dir import read_tensors
+    from rl360.training.megatron.model import Layout
+    from rl360.training.megatron.policy import Policy
+    from rl360.training.packing import TrainSequence
+
+    samples = [several_turns(moe)[1] for _ in range(8)]
+
+    def distance(policy: Policy, routing: Callable[[np.ndarray], np.ndarray]) -> float:
+        found = []
+        for sample in samples:
+            assert sample.routing is not None
+            sequence = TrainSequence(sample.tokens, sample.loss_mask, routing=routing(sample.routing))
+            moved = policy.logprobs([sequence], 4096)[0] - sample.logprobs[1:]
+            found.append(np.abs(moved[sample.loss_mask[1:] == 1]))
+        return float(np.concatenate(found).mean())
+
+    with parallel.single_process():
+        policy = Policy(model_dir(moe), Layout())
+        served = {name: tensor.bfloat16().float() for name, tensor in read_tensors(model_dir(moe)).items()}
+        hf_map.load_hf(policy.core, served, policy.shape, policy.layout)
+        right = distance(policy, lambda rows: rows)
+        row_off = distance(policy, lambda rows: np.roll(rows, 1, axis=0))
+        layer_off = distance(policy, lambda rows: rows[:, ::-1])
+    assert right < 1.5e-3, "bfloat16 against float32"
+    assert min(row_off, layer_off) > 2 * right, (right, row_off, layer_off)
 
 
 def test_rows_of_a_lost_cache_are_kept_and_counted(moe: Rig) -> None:
