@@ -1,7 +1,7 @@
 """Roll out one wave: every attempt of it to a stored record. One Prefect task per wave, never one per attempt.
 
 A wave that runs again reads the records it already stored and launches only what is missing. Its last act is one table
-of all its records, the only object its manifest names: later tasks read tables, never single records or samples.
+of all its records, the only object its manifest names: later tasks read tables, never samples.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import Counter
 
 from prefect import task
 
-from rl360.agents.records import put_table
+from rl360.agents.records import RecordLog, put_table
 from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
 from rl360.config.run import RunConfig
 from rl360.ledger.outcomes import Outcome
 from rl360.sessions.sample import AttemptRecord
-from rl360.store.codec import pack, unpack
-from rl360.store.layout import attempt_key, step_key, wave_key
-from rl360.store.manifest import Manifest, get_object, put_object
+from rl360.store.codec import unpack
+from rl360.store.layout import wave_key
+from rl360.store.manifest import Manifest, get_object
 from rl360.tasksets.plan import StepPlan
 from tasks.durable import RULES, SAFE_TO_REPEAT, Job, Produced, once
 from tasks.push_weights import bring_engines_to
@@ -35,7 +35,7 @@ def wave_task(wave: int) -> str:
 
 @task(name="roll_out", task_run_name="roll_out wave {wave}", **RULES)
 def roll_out(config: RunConfig, step: int, wave: int, weight_version: str) -> Manifest:
-    """Run the wave's attempts against the engines at `weight_version`; write one record per try and their table."""
+    """Run the wave's attempts against the engines at `weight_version`; store a record of each try, and their table."""
     return once(config, step, wave_task(wave), lambda job: _roll_out(job, wave, weight_version))
 
 
@@ -47,48 +47,30 @@ def load_plan(job: Job) -> StepPlan:
 
 def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
     specs = load_plan(job).waves[wave]
-    records = _stored(job, wave)
+    log = RecordLog(job.store, job.run, job.step, wave)
+    records = log.stored
     if records:
         job.log.info("wave %d: %d records of an earlier try are kept", wave, len(records))
     started_at = time.monotonic()
     table = wave_key(job.run, job.step, wave)
     if not job.store.exists(table):  # a table closes its wave: a further try would be missing from it
-        asyncio.run(_run_wave(job, wave, specs, weight_version, records))
+        asyncio.run(_run_wave(job, wave, specs, weight_version, log))
     outcomes = Counter(str(record.outcome) for record in records.values())
     job.log.info(
         "wave %d: %d attempts in %.1f s: %s", wave, len(records), time.monotonic() - started_at, dict(outcomes)
     )
-    return Produced(objects=[put_table(job.store, table, list(records.values()))], counts=dict(outcomes))
+    return Produced(objects=[put_table(job.store, table, records.values())], counts=dict(outcomes))
 
 
-def _stored(job: Job, wave: int) -> dict[str, AttemptRecord]:
-    records: dict[str, AttemptRecord] = {}
-    for key in job.store.list(step_key(job.run, job.step, f"attempts/{wave:04}/")):
-        record = AttemptRecord.from_wire(unpack(job.store.get_required(key), key), key)
-        records[record.attempt_id] = record
-    return records
-
-
-async def _run_wave(
-    job: Job,
-    wave: int,
-    specs: list[AttemptSpec],
-    weight_version: str,
-    records: dict[str, AttemptRecord],
-) -> None:
-    def keep(record: AttemptRecord) -> None:
-        put_object(job.store, attempt_key(job.run, job.step, wave, record.attempt_id), pack(record.to_wire()))
-        records[record.attempt_id] = record
-
+async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_version: str, log: RecordLog) -> None:
     engines = EngineWatch(job, weight_version)
-    slots = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
+    room = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
 
     async def one(client: RolloutClient, spec: AttemptSpec) -> None:
         earlier: list[AttemptRecord] = []
-        while (stored := records.get(spec.attempt_id(len(earlier)))) is not None:
+        while (stored := log.stored.get(spec.attempt_id(len(earlier)))) is not None:
             earlier.append(stored)
-        async with slots:
-            await roll_out_slot(client, spec, earlier, keep, engines.mend)
+        await roll_out_slot(client, spec, earlier, room, log.keep, engines.mend)
 
     try:
         client = RolloutClient(job.services, job.config, job.step, wave, weight_version)

@@ -17,8 +17,9 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
-import httpx
+import aiohttp
 import orjson
 from pydantic import ValidationError
 
@@ -28,12 +29,13 @@ from rl360.errors import BadInput, CorruptObject, StoreUnavailable
 from rl360.harbor.outcome import RETRYABLE
 from rl360.harbor.protocol import RunReply, RunRequest, SandboxLimits
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
-from rl360.pools import busy_pool
 from rl360.sessions.sample import AttemptRecord, SampleRef
 from rl360.store.layout import merged_key
 
 _PATIENCE_S = 30.0  # how long a server may refuse connections (it restarts) or have no room before a try is lost
 _PAUSE_S = (0.5, 3.0)  # first and longest pause between two requests
+_CONNECT_S = 5.0
+_TO_ONE_SESSION_SERVER = 64  # connections; the others wait here, where no deadline runs, and not in the server
 _REFUSED = frozenset({400, 401, 403, 501})  # the same request can never work, for this try and for all others
 _FLUSH_TIMEOUT_S = 5.0
 
@@ -53,12 +55,13 @@ class AttemptSpec:
 
 
 class _Lost(Exception):
-    """This try is lost to infrastructure; carries its outcome."""
+    """This try is lost to infrastructure; carries its outcome, and the answer of a server that refused."""
 
-    def __init__(self, outcome: Outcome, detail: str) -> None:
+    def __init__(self, outcome: Outcome, detail: str, answer: bytes = b"") -> None:
         super().__init__(detail)
         self.outcome = outcome
         self.detail = detail
+        self.answer = answer
 
 
 def _spread(urls: list[str], key: str) -> str:
@@ -74,18 +77,16 @@ class RolloutClient:
         self.step = step
         self.wave = wave
         self.weight_version = weight_version
-        deadlines = config.deadlines
-        self._http = httpx.AsyncClient(
-            headers=services.auth_headers(),
-            timeout=httpx.Timeout(deadlines.collect_s, connect=5.0),
-            limits=busy_pool(),
-        )
+        headers = services.auth_headers()
+        self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
+        self._sandboxes = _http(headers)  # every attempt that runs holds a connection
 
     async def __aenter__(self) -> RolloutClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self._sessions.close()
+        await self._sandboxes.close()
 
     async def attempt(self, spec: AttemptSpec, try_index: int) -> AttemptRecord:
         """Run one try to its end. What a server or the network does is an outcome; a request that a server refuses as
@@ -94,7 +95,7 @@ class RolloutClient:
         attempt_id = spec.attempt_id(try_index)
         started_at = time.time()
         session_id, stored, reply = "", None, None
-        outcome, detail = Outcome.UNCLASSIFIED, ""
+        outcome, detail, unmerged = Outcome.UNCLASSIFIED, "", None
         try:
             session_id, base_url = await self._open_session(spec, attempt_id)
             reply = await self._run(spec, attempt_id, base_url)
@@ -107,8 +108,11 @@ class RolloutClient:
             try:
                 stored = await self._store(attempt_id, session_id)
             except _Lost as lost:
-                if outcome in HAS_VERDICT:
-                    # a verdict without its tokens can train nothing; the reward is not counted either
+                unmerged = _unmerged_tokens(lost.answer)
+                if unmerged is not None:
+                    detail = detail or lost.detail
+                elif outcome in HAS_VERDICT:
+                    # what it sampled is unknown: nothing of it can be in the books, its reward neither
                     outcome, detail = lost.outcome, lost.detail
         verdict = reply.verdict if reply is not None and outcome in HAS_VERDICT else None
         return AttemptRecord(
@@ -128,25 +132,24 @@ class RolloutClient:
             phases_s=reply.phases.model_dump() if reply is not None else {},
             agent_metrics=dict(reply.agent_metrics) if reply is not None else {},
             cleanup_confirmed=reply.cleanup.confirmed if reply is not None else False,
+            unmerged_tokens=unmerged or 0,
         ).check(attempt_id)
 
     async def _flush(self, attempt_id: str) -> None:
         """End an attempt nobody waits for any more, so that it neither holds a slot nor samples on. Best effort: the
         sandbox server ends it at its own deadline at the latest."""
         try:
-            await self._http.post(
-                f"{_spread(self.services.sandbox_urls, attempt_id)}/flush",
-                json={"attempt_ids": [attempt_id]},
-                timeout=_FLUSH_TIMEOUT_S,
-            )
-        except httpx.HTTPError:
+            url = f"{_spread(self.services.sandbox_urls, attempt_id)}/flush"
+            await _answer(self._sandboxes, "POST", url, {"attempt_ids": [attempt_id]}, _FLUSH_TIMEOUT_S)
+        except (aiohttp.ClientError, TimeoutError):
             return
 
     async def close_session(self, attempt_id: str, session_id: str) -> None:
         """Free the session once its record is stored. Best effort: an idle session expires by itself."""
         try:
-            await self._http.delete(f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}")
-        except httpx.HTTPError:
+            url = f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}"
+            await _answer(self._sessions, "DELETE", url, None, self.config.deadlines.collect_s)
+        except (aiohttp.ClientError, TimeoutError):
             return
 
     async def _open_session(self, spec: AttemptSpec, attempt_id: str) -> tuple[str, str]:
@@ -170,9 +173,9 @@ class RolloutClient:
             "thinking": rollout.thinking,
         }
         url = f"{_spread(self.services.session_urls, attempt_id)}/sessions"
-        response = await self._send("POST", url, body, self.config.deadlines.collect_s, Outcome.SESSION_LOST)
+        answer = await self._ask_sessions(url, body)
         try:
-            reply = orjson.loads(response.content)
+            reply = orjson.loads(answer)
             return str(reply["session_id"]), str(reply["base_url"])
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise _Lost(Outcome.SESSION_LOST, f"{url}: reply is not a session ({error!r})"[:500]) from None
@@ -205,9 +208,9 @@ class RolloutClient:
         )
         url = f"{_spread(self.services.sandbox_urls, attempt_id)}/run"
         body = request.model_dump(mode="json")
-        response = await self._send("POST", url, body, deadlines.client_s, Outcome.SANDBOX_LOST)
+        answer = await _send(self._sandboxes, url, body, deadlines.client_s, Outcome.SANDBOX_LOST)
         try:
-            return RunReply.model_validate(orjson.loads(response.content))
+            return RunReply.model_validate(orjson.loads(answer))
         except (orjson.JSONDecodeError, ValidationError) as error:
             raise _Lost(Outcome.UNCLASSIFIED, f"sandbox server's reply is malformed: {error}"[:500]) from None
 
@@ -216,74 +219,130 @@ class RolloutClient:
         key = merged_key(self.config.run, self.step, self.wave, attempt_id)
         url = f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}/store"
         body = {"key": key, "pick": self.config.rollout.pick}
-        response = await self._send("POST", url, body, self.config.deadlines.collect_s, Outcome.SESSION_LOST)
+        answer = await self._ask_sessions(url, body)
         try:
-            ref = SampleRef.from_wire(orjson.loads(response.content), url)
+            ref = SampleRef.from_wire(orjson.loads(answer), url)
         except (orjson.JSONDecodeError, CorruptObject) as error:
             raise _Lost(Outcome.SESSION_LOST, f"{url}: reply is not a reference ({error})"[:500]) from None
         if ref.key != key:
             raise _Lost(Outcome.SESSION_LOST, f"{url}: stored under {ref.key}, was asked for {key}")
         return ref
 
-    async def _send(
-        self, method: str, url: str, body: dict | None, timeout_s: float, lost_as: Outcome
-    ) -> httpx.Response:
-        """One request, again while the server refuses connections or has no room, within `_PATIENCE_S`; nothing else is
-        sent twice: these are known not to have begun. `StoreUnavailable` when the server could not reach the store at
-        the end of that time: nothing is lost yet, and a task that runs again asks for the same."""
-        content = orjson.dumps(body) if body is not None else None
-        headers = {"content-type": "application/json"} if content is not None else {}
-        give_up_at, pause_s, unstored = time.monotonic() + _PATIENCE_S, _PAUSE_S[0], False
-        while True:
-            try:
-                response = await self._http.request(
-                    method, url, content=content, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0)
-                )
-                if response.status_code < 300:
-                    return response
-                said = f"{url} answered {response.status_code}: {' '.join(response.text.split())[:300]}"
-                if response.status_code in _REFUSED:
-                    raise BadInput(said)
-                if response.status_code != 503:
-                    raise _Lost(lost_as, said)
-                unstored = _code(response) == "store_unavailable"
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                said, unstored = f"{url} refuses connections ({error})", False
-            except httpx.HTTPError as error:
-                raise _Lost(lost_as, f"{url}: {type(error).__name__} after at most {timeout_s:g} s") from None
-            if time.monotonic() + pause_s > give_up_at:
-                raise StoreUnavailable(said) if unstored else _Lost(lost_as, said)
-            await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
-            pause_s = min(2 * pause_s, _PAUSE_S[1])
+    async def _ask_sessions(self, url: str, body: dict[str, Any]) -> bytes:
+        """A session opened or stored again is the same one, so these may be sent again whatever became of the first."""
+        limit_s = self.config.deadlines.collect_s
+        return await _send(self._sessions, url, body, limit_s, Outcome.SESSION_LOST, repeatable=True)
 
 
-def _code(response: httpx.Response) -> str:
-    """The `error.code` of a refusal, or nothing."""
+def _http(headers: dict[str, str], limit_per_host: int = 0) -> aiohttp.ClientSession:
+    """A client without cookies and proxies. It drops connections that are idle for 15 s, long before our servers do."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=limit_per_host, keepalive_timeout=15.0),
+        headers={**headers, "Content-Type": "application/json"},
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        trust_env=False,
+    )
+
+
+async def _answer(
+    http: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, timeout_s: float
+) -> tuple[int, bytes]:
+    """Status and body of one answer. `timeout_s` runs from when the request was sent."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout_s)
+    data = None if body is None else orjson.dumps(body)
+    async with http.request(method, url, data=data, timeout=timeout, allow_redirects=False) as reply:
+        return reply.status, await reply.read()
+
+
+async def _send(
+    http: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    timeout_s: float,
+    lost_as: Outcome,
+    *,
+    repeatable: bool = False,
+) -> bytes:
+    """The answer to one POST, which is sent again while the server refuses connections or has no room, within
+    `_PATIENCE_S`: these are known not to have begun. Where the connection breaks later, even an idle one that the
+    server closed just as it was used again, the request may have begun: only a `repeatable` one is then sent again.
+    `StoreUnavailable` when the server could not reach the store at the end of that time: nothing is lost yet, and a
+    task that runs again asks for the same."""
+    give_up_at, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S[0]
+    while True:
+        unstored = False
+        try:
+            status, answer = await _answer(http, "POST", url, body, timeout_s)
+            if status < 300:
+                return answer
+            said = f"{url} answered {status}: {' '.join(answer.decode(errors='replace').split())[:300]}"
+            if status in _REFUSED:
+                raise BadInput(said)
+            if status != 503:
+                raise _Lost(lost_as, said, answer)
+            unstored = _error(answer).get("code") == "store_unavailable"
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            said = f"{url} refuses connections ({error})"
+        except TimeoutError:
+            raise _Lost(lost_as, f"{url}: no answer within {timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            said = f"{url}: {type(error).__name__} {error}"[:300]
+            if not repeatable:
+                raise _Lost(lost_as, said) from None
+        if time.monotonic() + pause_s > give_up_at:
+            raise StoreUnavailable(said) if unstored else _Lost(lost_as, said)
+        await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
+        pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+
+def _error(answer: bytes) -> dict[str, Any]:
+    """The `error` of a refusal, or nothing."""
     try:
-        return str(orjson.loads(response.content)["error"]["code"])
+        error = orjson.loads(answer)["error"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return ""
+        return {}
+    return error if isinstance(error, dict) else {}
+
+
+def _unmerged_tokens(answer: bytes) -> int | None:
+    """Of a session server's refusal to merge, the sampled tokens it names (0: none named); None of other answers."""
+    error = _error(answer)
+    if error.get("code") != "cannot_merge":
+        return None
+    sampled = error.get("sampled_tokens", 0)
+    return sampled if type(sampled) is int and sampled >= 0 else 0
 
 
 async def roll_out_slot(
     client: RolloutClient,
     spec: AttemptSpec,
     earlier: list[AttemptRecord],
-    keep: Callable[[AttemptRecord], None],
+    room: asyncio.Semaphore,
+    keep: Callable[[AttemptRecord], Awaitable[None]],
     mend: Callable[[AttemptRecord], Awaitable[None]],
 ) -> None:
     """Bring one planned attempt to its end: tries until one has a verdict, ended in a way that another try would not
     change (a broken verifier, a fault of the agent's code), or the infra budget is spent.
 
-    `earlier` holds the tries an earlier, killed run of the wave already stored, in order; `keep` stores a record
-    (blocking; called in a thread) and only then is its session closed. `mend` is told of a lost try before the next.
+    `earlier` holds the tries an earlier, killed run of the wave already stored, in order; `keep` returns when a record
+    is stored, and only then is its session closed. `mend` is told of a lost try before the next. An attempt holds its
+    place in `room` until its last try has ended, so that while there is no engine few others are lost to that.
     """
-    tries = list(earlier)
-    while not tries or (tries[-1].outcome in RETRYABLE and len(tries) <= client.config.rollout.infra_retries):
-        if tries:
-            await mend(tries[-1])
-        record = await client.attempt(spec, len(tries))
-        await asyncio.to_thread(keep, record)
-        if record.session_id:
-            await client.close_session(record.attempt_id, record.session_id)
-        tries.append(record)
+    tries, record = list(earlier), None
+
+    async def settle(ended: AttemptRecord) -> None:
+        await keep(ended)
+        if ended.session_id:
+            await client.close_session(ended.attempt_id, ended.session_id)
+
+    async with room:
+        while not tries or (tries[-1].outcome in RETRYABLE and len(tries) <= client.config.rollout.infra_retries):
+            if record is not None:
+                await settle(record)
+            if tries:
+                await mend(tries[-1])
+            record = await client.attempt(spec, len(tries))
+            tries.append(record)
+    if record is not None:
+        await settle(record)

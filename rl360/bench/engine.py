@@ -8,16 +8,15 @@ differently than planned cannot go unnoticed. Routing rows come from an `.npy` o
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 import orjson
-import uvloop
 
 from rl360.bench.baseline import as_base64
+from rl360.bench.instant import serve
 
 VERSION = "bench:0"
 
@@ -35,8 +34,17 @@ class Script:
         self._turns = {int(length): turn for length, turn in wire.items()}
         self._routing = None if routing is None else np.load(routing, mmap_mode="r")
 
-    def answer(self, body: dict[str, Any]) -> bytes | None:
-        """The reply to one request; None when nothing is scripted for its length."""
+    def answer(self, head: bytes, body: bytes) -> tuple[bytes, bytes]:
+        """Status and reply to one request."""
+        if not head.startswith(b"post /generate"):
+            return b"200 OK", b"{}"
+        reply = self._generate(orjson.loads(body))
+        if reply is None:
+            return b"400 Bad Request", b'{"error":"no turn of the script has a prompt of this length"}'
+        return b"200 OK", reply
+
+    def _generate(self, body: dict[str, Any]) -> bytes | None:
+        """The reply; None when nothing is scripted for this prompt's length."""
         prompt = body["input_ids"]
         turn = self._turns.get(len(prompt))
         if turn is None:
@@ -62,50 +70,13 @@ class Script:
         return orjson.dumps(reply)
 
 
-class Http(asyncio.Protocol):
-    """Keep-alive HTTP/1.1 with Content-Length bodies; nothing else comes from our own clients."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-        self._data = bytearray()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: Any = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        while (head_end := self._data.find(b"\r\n\r\n")) >= 0:
-            head = bytes(self._data[:head_end]).lower()
-            _, named, rest = head.partition(b"content-length:")
-            end = head_end + 4 + (int(rest.split(b"\r\n", 1)[0]) if named else 0)
-            if len(self._data) < end:
-                return
-            body = bytes(self._data[head_end + 4 : end])
-            del self._data[:end]
-            self._respond(head, body)
-
-    def _respond(self, head: bytes, body: bytes) -> None:
-        reply: bytes | None = b"{}"
-        if head.startswith(b"post /generate"):
-            reply = self._script.answer(orjson.loads(body))
-        status = b"200 OK" if reply is not None else b"400 Bad Request"
-        reply = reply or b'{"error":"no turn of the script has a prompt of this length"}'
-        lead = b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (status, len(reply))
-        self._transport.writelines([lead, reply])
-
-
-async def serve(port: int, script: Script) -> None:
-    server = await asyncio.get_running_loop().create_server(lambda: Http(script), "127.0.0.1", port)
-    await server.serve_forever()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rl360.bench.engine", description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--script", required=True)
     parser.add_argument("--routing")
     options = parser.parse_args()
-    uvloop.run(serve(options.port, Script(options.script, options.routing)))
+    serve(options.port, Script(options.script, options.routing).answer)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,5 @@
-"""Rows that are measured in this process: the coordinator's share, the merge pipeline, the routing bytes.
+"""Rows that are measured in this process: the merge pipeline, the routing bytes.
 
-`coordinator_cpu`: CPU per trajectory of the process that ends a step.
-  Baseline: the merged sample comes as JSON (stdlib `json` behind FastAPI's default response class) over HTTP and is
-  decoded with `json.loads`; `_orjson` is the same with orjson at both ends. Only the receiving side's CPU counts.
-  Ours: the reference comes over HTTP through the rollout's own client, becomes an attempt record, which is packed for
-  the store; its share of the wave's table (written, read back, checked), of the step's table and of the filter's batch.
 `merge_pipeline_ms`: CPU from the session's recorded turns to its line in the books.
   Ours: snapshot, merge with the full prefix check, encode, decode and check as the trainer does, counts, reference to
   its wire form and back, attempt record, filter, ledger. Not in it: the object's sha256 (in the detail) and the put.
@@ -18,36 +13,20 @@ In each row both ways must have made the identical sample, or the benchmark fail
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import gc
-import json
-import socket
 import statistics
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
-import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 
-from rl360.agents.records import put_table, read_table
-from rl360.agents.rollout import RolloutClient
 from rl360.bench import baseline
-from rl360.bench.processes import LOOPBACK
-from rl360.bench.rows import Options, Row, at_most, median_of, ratio_at_most
+from rl360.bench.rows import Options, Row, at_most, median_of
 from rl360.bench.shape import Shape
 from rl360.bench.trajectory import VERSION, Played, draw, model_dir, new_session, play
-from rl360.config.run import ObjectiveConfig, RunConfig
-from rl360.config.services import Services
+from rl360.config.run import ObjectiveConfig
 from rl360.errors import Rl360Error
 from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
@@ -56,11 +35,10 @@ from rl360.objective.filters import filter_groups
 from rl360.sessions.families.registry import load_template
 from rl360.sessions.merge import merge, snapshot
 from rl360.sessions.sample import AttemptRecord, LeafCounts, MergedSample, SampleRef, decode_samples, encode_samples
-from rl360.store.codec import pack, sha256_hex
-from rl360.store.layout import attempt_key, merged_key, step_key, wave_key
+from rl360.store.codec import sha256_hex
+from rl360.store.layout import merged_key
 
 RUN = "bench"
-GROUP = 8
 _PHASES_S = {"queue_s": 0.1, "setup_s": 0.5, "agent_s": 300.0, "verifier_s": 20.0}
 
 
@@ -219,166 +197,3 @@ def routing_bytes_mb(options: Options) -> Iterator[Row]:
         "routing_bytes_mb_store": store,
     }.items():
         yield Row(name, before / 1e6, after / 1e6, "MB", goal, each_once)
-
-
-# the coordinator
-
-
-class _Memory:
-    """The two calls of an object store that tables need."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-
-    def put_once(self, key: str, data: bytes) -> bool:
-        return self.objects.setdefault(key, data) is data
-
-    def get_required(self, key: str) -> bytes:
-        return self.objects[key]
-
-
-@contextmanager
-def _serving(app: FastAPI) -> Iterator[str]:
-    """The app on a free loopback port, in a thread of this process."""
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://{LOOPBACK}:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(timeout=10)
-
-
-def _app(shape: Shape, bodies: dict[str, bytes]) -> FastAPI:
-    """Answers with the sample in either JSON, and with its reference."""
-    app = FastAPI(openapi_url=None)
-    data = encode_samples((merged(shape),))
-    ref = SampleRef(key="", sha256=sha256_hex(data), size_bytes=len(data), leaves=(LeafCounts.of(merged(shape)),))
-
-    @app.get("/{name}")
-    def whole(name: str) -> Response:
-        return Response(bodies[name], media_type="application/json")
-
-    @app.post("/sessions/{session_id}/store")
-    async def store(session_id: str, request: Request) -> Response:
-        key = orjson.loads(await request.body())["key"]
-        return Response(orjson.dumps(replace(ref, key=key).to_wire()), media_type="application/json")
-
-    return app
-
-
-def _bodies(shape: Shape) -> dict[str, bytes]:
-    """What FastAPI sends by default for the ordinary sample, and what it sends with orjson."""
-    sample = baseline.json_ready(ordinary_sample(shape)[0])
-    return {"json": bytes(JSONResponse(sample).body), "orjson": orjson.dumps(sample)}
-
-
-def coordinator_cpu(options: Options) -> Iterator[Row]:
-    shape, times = options.shape, 1 if options.quick else 3
-    options.say(f"coordinator_cpu: {times} x JSON of one trajectory, then references of {_attempts(options)}")
-    bodies = _bodies(shape)
-    gc.collect()  # millions of lists are gone: a decoder must not pay for them
-    with _serving(_app(shape, bodies)) as url:
-        costs = {
-            "": [_receive(f"{url}/json", json.loads, shape) for _ in range(times)],
-            "_orjson": [_receive(f"{url}/orjson", orjson.loads, shape) for _ in range(times)],
-        }
-        rounds = [_coordinate(url, _attempts(options)) for _ in range(times)]
-    by_part = {name: statistics.median(part[name] for part in rounds) for name in rounds[0]}
-    ours = sum(by_part.values())
-    parts = ", ".join(f"{name} {part:.3f}" for name, part in by_part.items())
-    for suffix, values in costs.items():
-        yield ratio_at_most(
-            f"coordinator_cpu{suffix}",
-            baseline=statistics.median(values),
-            ours=ours,
-            unit="ms of CPU a trajectory",
-            limit=0.001,
-            goal="ratio <= 1/1000",
-            detail=f"{len(bodies['orjson' if suffix else 'json']) / 1e6:.0f} MB against "
-            + ("the same references" if suffix else f"references: {parts} ms"),
-        )
-
-
-def _attempts(options: Options) -> int:
-    return 64 if options.quick else 512
-
-
-def _receive(url: str, loads: Callable[[bytes], Any], shape: Shape) -> float:
-    """CPU milliseconds of this thread to receive and decode one sample; the server has a thread of its own."""
-    import httpx
-
-    async def fetch() -> Any:
-        async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
-            return loads((await http.get(url)).content)
-
-    before = time.thread_time()
-    sample = asyncio.run(fetch())
-    cpu_ms = 1e3 * (time.thread_time() - before)
-    same(merged(shape), sample)
-    return cpu_ms
-
-
-def _coordinate(url: str, count: int) -> dict[str, float]:
-    """CPU milliseconds per trajectory of this thread, by part of what a coordinator does with references."""
-    spent: dict[str, float] = {}
-    ids = [f"s000000-g{i // GROUP:03}-a{i % GROUP:02}-t0" for i in range(count)]
-    memory: Any = _Memory()
-
-    def timed(name: str, work: Callable[[], Any]) -> Any:
-        before = time.thread_time()
-        result = work()
-        spent[name] = 1e3 * (time.thread_time() - before) / count
-        return result
-
-    refs = timed("reply", lambda: asyncio.run(_ask(url, ids)))
-    records = timed(
-        "record",
-        lambda: [record_of(ref, name, float(i % 2)) for i, (name, ref) in enumerate(zip(ids, refs, strict=True))],
-    )
-    timed("pack", lambda: [(attempt_key(RUN, 0, 0, r.attempt_id), sha256_hex(pack(r.to_wire()))) for r in records])
-    wave = timed("wave table", lambda: put_table(memory, wave_key(RUN, 0, 0), records))
-    found = timed("collect", lambda: read_table(memory, wave))
-    step = timed("step table", lambda: put_table(memory, step_key(RUN, 0, "records.msgpack"), found))
-    found = timed("filter reads", lambda: read_table(memory, step))
-    result = timed(
-        "filter", lambda: filter_groups(found, ObjectiveConfig(), expected_version=VERSION, max_seq_len=1 << 20)
-    )
-    timed("batch", lambda: pack(result.to_wire(RUN, 0)))
-    if found != records or len(result.decisions) != count:
-        raise Rl360Error("the coordinator's tables lost something on the way")
-    return spent
-
-
-async def _ask(url: str, ids: list[str]) -> list[SampleRef]:
-    """The references of all attempts through the rollout's client, many at once."""
-    with tempfile.TemporaryDirectory() as home:
-        secrets = Path(home) / "secrets.json"
-        secrets.touch(0o600)
-        secrets.write_bytes(orjson.dumps({"token": "0" * 32, "s3_access_key": "none", "s3_secret_key": "none"}))
-        services = Services(
-            home=home,
-            prefect_api_url=url,
-            prefect_ui_url=url,
-            s3_endpoint=url,
-            s3_bucket="none",
-            gateway_url=url,
-            engine_urls=[url],
-            session_urls=[url],
-            sandbox_urls=[url],
-            trainer_url=url,
-            model_dir="",
-        )
-        async with RolloutClient(services, RunConfig(run=RUN), 0, 0, VERSION) as client:
-            gate = asyncio.Semaphore(32)
-
-            async def one(name: str) -> SampleRef:
-                async with gate:
-                    return await client._store(name, "A" * 32)
-
-            return await asyncio.gather(*(one(name) for name in ids))

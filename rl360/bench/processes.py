@@ -91,6 +91,16 @@ def instant_engine(script: Path, routing: Path | None = None) -> Iterator[Runnin
 
 
 @contextlib.contextmanager
+def instant_peers(home: Path, reference: dict[str, Any]) -> Iterator[Running]:
+    """Session server, sandbox server and object store in one process."""
+    port, file = free_port(), home / "reference.json"
+    file.write_bytes(orjson.dumps(reference))
+    argv = [sys.executable, "-m", "rl360.bench.peers", "--port", str(port), "--reference", str(file)]
+    with running(argv, port, "/health") as peers:
+        yield peers
+
+
+@contextlib.contextmanager
 def session_server(upstream: str, model: Path, routing: bool) -> Iterator[tuple[Running, dict[str, str]]]:
     """A session server of its own, and the headers it wants."""
     port, token = free_port(), secrets.token_hex(16)

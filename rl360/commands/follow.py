@@ -85,8 +85,8 @@ def _phase(store: ObjectStore, config: RunConfig, step: int, state_name: str) ->
     if groups is None:
         return f"step {step}: sampling groups"
     if read_manifest(store, config.run, step, "collect") is None:
-        records = len(store.list(step_key(config.run, step, "attempts/")))
-        return f"step {step}: rollouts {records}/{groups.counts['attempts']}" if records else f"step {step}: engines"
+        stored = len(store.list(step_key(config.run, step, "merged/")))  # an object an attempt; records share theirs
+        return f"step {step}: rollouts {stored}/{groups.counts['attempts']}" if stored else f"step {step}: engines"
     for task in _TASKS:
         if read_manifest(store, config.run, step, task) is None:
             return f"step {step}: {task.replace('_', ' ')}"

@@ -34,13 +34,13 @@ from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
 from rl360.ledger.outcomes import Outcome
-from rl360.pools import busy_pool
 from rl360.sandboxes.bubblewrap import BubblewrapProvider
 from rl360.sandboxes.provider import SandboxProvider
 
 log = logging.getLogger("rl360.sandbox")
 MAX_BODY_BYTES = 1 << 20
 JSON = "application/json"
+FEW_IDLE = httpx.Limits(max_connections=None, max_keepalive_connections=8)  # httpx polls each at every request
 IDENTITY = ("instance_id", "task_dir", "agent_name", "base_url", "model", "sampling_params", "max_seq_len", "max_turns")
 
 
@@ -201,7 +201,7 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         for line in await provider.reap():
             log.warning("left by an earlier server: %s", line)
-        async with httpx.AsyncClient(limits=busy_pool(), trust_env=False) as http:
+        async with httpx.AsyncClient(limits=FEW_IDLE, trust_env=False) as http:
             attempts = Attempts(Runner(provider, http), args.max_concurrent, args.queue_limit)
             app.state.attempts = attempts
             yield

@@ -34,8 +34,13 @@ def step_key(run: str, step: int, name: str) -> str:
     return step_prefix(run, step) + name
 
 
-def attempt_key(run: str, step: int, wave: int, attempt_id: str) -> str:
-    return step_key(run, step, f"attempts/{wave:04}/{attempt_id}.msgpack")
+def attempts_prefix(run: str, step: int, wave: int) -> str:
+    return step_key(run, step, f"attempts/{wave:04}/")
+
+
+def attempts_key(run: str, step: int, wave: int, number: int) -> str:
+    """Records of a wave that were stored together: the `number`th such object of the wave."""
+    return attempts_prefix(run, step, wave) + f"{number:06}.msgpack"
 
 
 def merged_key(run: str, step: int, wave: int, attempt_id: str) -> str:

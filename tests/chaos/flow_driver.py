@@ -39,21 +39,19 @@ def _at_commit(task: str, when: str) -> None:
     durable.commit_manifest = commit
 
 
-def _after_records(count: int) -> None:
-    import tasks.roll_out as roll_out
+def _after_records(objects: int) -> None:
+    from rl360.agents.records import RecordLog
 
-    original, lock, seen = roll_out.put_object, threading.Lock(), []
+    original, lock, seen = RecordLog._write, threading.Lock(), []
 
-    def put(store: Any, key: str, data: bytes) -> Any:
-        ref = original(store, key, data)
-        if "/attempts/" in key:
-            with lock:
-                seen.append(key)
-                if len(seen) >= count:
-                    _die()
-        return ref
+    def write(self: Any, batch: Any) -> None:
+        original(self, batch)
+        with lock:
+            seen.append(len(batch))
+            if len(seen) >= objects:
+                _die()
 
-    roll_out.put_object = put
+    RecordLog._write = write  # type: ignore[method-assign]
 
 
 def _while_sent(method: str, delay_s: float) -> None:
@@ -74,7 +72,7 @@ def arm(point: str) -> None:
     if when in ("before", "after"):
         _at_commit(task, when)
     elif point == "roll_out:attempts":
-        _after_records(3)
+        _after_records(2)
     elif point == "train:sent":
         _while_sent("put_step", 0.05)
     elif point == "push_weights:sent":

@@ -23,6 +23,7 @@ from fake_engines import TENSORS, FakeEngine, FakeGateway, FakeTrainer
 from fastapi import FastAPI
 from safetensors.numpy import save_file
 
+from rl360.agents.records import RecordLog, put_table
 from rl360.agents.rollout import AttemptSpec, RolloutClient
 from rl360.commands.run import read_config
 from rl360.config.freeze import freeze_config, load_frozen
@@ -33,8 +34,8 @@ from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
 from rl360.objective.advantages import attempt_advantages
 from rl360.sessions.sample import AttemptRecord
-from rl360.store.codec import pack, unpack
-from rl360.store.layout import attempt_key
+from rl360.store.codec import pack
+from rl360.store.layout import attempts_key
 from rl360.store.manifest import Manifest, commit_manifest, get_object, put_object, read_manifest
 from rl360.store.object_store import ObjectStore
 from rl360.tasksets.chores import draw_chore
@@ -175,8 +176,8 @@ def test_store_down() -> None:
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
 def test_corrupt_object(damage: str) -> None:
     store = MemoryStore()
-    key = attempt_key("r1", 0, 0, "s000000-g000-a00-t0")
-    ref = put_object(store, key, pack(attempt(0, 0, 1.0).to_wire()))
+    key = attempts_key("r1", 0, 0, 0)
+    ref = put_table(store, key, [attempt(0, 0, 1.0)])
     good = store.objects[key]
     flipped = good[:100] + bytes([good[100] ^ 1]) + good[101:]
     store.objects[key] = {"cut": good[:-1], "flipped": flipped, "empty": b"", "other": pack({"a": 1})}[damage]
@@ -185,7 +186,7 @@ def test_corrupt_object(damage: str) -> None:
     one_line(error, key, "is not what its manifest committed")
     if damage != "flipped":  # a flipped bit inside a digest or a number decodes: only the object's digest sees it
         with pytest.raises(CorruptObject) as error:
-            AttemptRecord.from_wire(unpack(store.objects[key], key), key)
+            RecordLog(store, "r1", 0, 0)
         one_line(error, key)
     assert put_object(store, key, good).sha256 != ref.sha256  # never repaired in silence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,10 @@ GONE = "http://127.0.0.1:9"
 
 
 KEY = "demo/steps/000000/merged/0003/s000000-g000-a00-t0.msgpack"
-UNMERGED = (422, {"error": {"code": "cannot_merge", "message": "session a turn 2: ids are not those it sampled"}})
+UNMERGED: tuple[int, dict] = (
+    422,
+    {"error": {"code": "cannot_merge", "message": "session a turn 2: ids are not those it sampled"}},
+)
 
 
 def run_reply(outcome: str) -> dict:
@@ -50,15 +54,26 @@ def stored_at(key: str) -> dict:
 
 @contextmanager
 def server(
-    *answers: tuple[int, object], stored: tuple[int, object] = UNMERGED, bodies: dict[str, dict] | None = None
+    *answers: tuple[int, object],
+    stored: tuple[int, object] = UNMERGED,
+    bodies: dict[str, dict] | None = None,
+    hangs_up: str = "",
 ) -> Iterator[tuple[str, list[str]]]:
     """Answers `/run` with these in turn, the last one again and again; a session is always made, and answers `stored`
-    when it is to store its samples. `bodies`: gets the last body of each path."""
+    when it is to store its samples. `bodies`: gets the last body of each path. Connections are kept; the first request
+    to `hangs_up` is read and its connection closed without a word."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = 1 << 16  # an answer in one write
+
         def do_POST(self) -> None:
             sent = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if self.path == hangs_up and self.path not in asked:
+                asked.append(self.path)
+                self.close_connection = True
+                return
             if self.path == "/run":
                 status, body = answers[min(asked.count("/run"), len(answers) - 1)]
             elif self.path == "/sessions":
@@ -94,24 +109,33 @@ def server(
         thread.join()
 
 
-def roll_out(home: Path, url: str, sessions: str | None = None, **rollout_fields: object) -> list[AttemptRecord]:
+def services_at(home: Path, sandbox: str, sessions: str) -> Services:
     (home / "secrets.json").write_text(json.dumps({"token": "t" * 16, "s3_access_key": "a", "s3_secret_key": "b"}))
     (home / "secrets.json").chmod(0o600)
     urls = dict.fromkeys(("prefect_api_url", "prefect_ui_url", "s3_endpoint", "gateway_url", "trainer_url"), GONE)
-    services = Services(
-        home=str(home), s3_bucket="b", engine_urls=[GONE], session_urls=[sessions or url], sandbox_urls=[url],
+    return Services(
+        home=str(home), s3_bucket="b", engine_urls=[GONE], session_urls=[sessions], sandbox_urls=[sandbox],
         model_dir="m", **urls,
     )  # fmt: skip
+
+
+def roll_out(
+    home: Path, url: str, sessions: str | None = None, collect_s: float = 20, **rollout_fields: object
+) -> list[AttemptRecord]:
+    services = services_at(home, url, sessions or url)
     kept: list[AttemptRecord] = []
     mended: list[AttemptRecord] = []
+
+    async def keep(record: AttemptRecord) -> None:
+        kept.append(record)
 
     async def mend(lost: AttemptRecord) -> None:
         mended.append(lost)
 
     async def go() -> None:
-        config = RunConfig.parse({"rollout": rollout_fields})
+        config = RunConfig.parse({"rollout": rollout_fields, "deadlines": {"collect_s": collect_s}})
         async with RolloutClient(services, config, 0, 3, "demo:0") as client:
-            await roll_out_slot(client, SPEC, [], kept.append, mend)
+            await roll_out_slot(client, SPEC, [], asyncio.Semaphore(1), keep, mend)
 
     asyncio.run(go())
     assert mended == kept[:-1], "each lost try is told of once, before the next"
@@ -135,13 +159,15 @@ def test_a_record_holds_the_reference_the_session_server_answered(tmp_path: Path
 @pytest.mark.parametrize(
     ("stored", "detail"),
     [
-        (UNMERGED, "ids are not those it sampled"),
+        ((404, {"error": {"code": "not_found", "message": "no such session here"}}), "no such session here"),
+        ((422, {"error": {"code": "bad_body", "message": "no key"}}), "no key"),
+        ((422, "a proxy's own words"), "a proxy's own words"),
         ((200, stored_at(KEY.replace("0003", "0004"))), "was asked for"),
         ((200, {"key": KEY}), "not a reference"),
         ((200, "nothing"), "not a reference"),
         ((409, {"error": {"code": "conflict", "message": "other bytes"}}), "other bytes"),
     ],
-    ids=["unmerged", "other key", "half a reference", "text", "conflict"],
+    ids=["gone", "bad body", "proxy", "other key", "half a reference", "text", "conflict"],
 )
 def test_a_verdict_without_its_samples_is_a_lost_session(
     tmp_path: Path, stored: tuple[int, object], detail: str
@@ -152,6 +178,28 @@ def test_a_verdict_without_its_samples_is_a_lost_session(
         (Outcome.SESSION_LOST, None, None)
     ]
     assert detail in records[0].detail
+
+
+@pytest.mark.parametrize(
+    ("told", "sampled"),
+    [({"sampled_tokens": 37}, 37), ({}, 0), ({"sampled_tokens": -1}, 0), ({"sampled_tokens": "9"}, 0)],
+)
+def test_a_session_that_cannot_be_merged_keeps_its_verdict(tmp_path: Path, told: dict, sampled: int) -> None:
+    """What it sampled trains nothing and is counted; its reward is one of its group."""
+    refusal = (422, {"error": UNMERGED[1]["error"] | told})
+    with server((200, run_reply("passed")), stored=refusal) as (url, asked):
+        (record,) = roll_out(tmp_path, url)
+    assert record.outcome is Outcome.PASSED and record.verdict is not None and record.stored is None
+    assert record.unmerged_tokens == record.sampled_tokens == sampled
+    assert "ids are not those it sampled" in record.detail
+    assert asked == ["/sessions", "/run", "/sessions/a/store"]
+
+
+def test_a_lost_try_that_cannot_be_merged_is_counted_too(tmp_path: Path) -> None:
+    refusal = (422, {"error": UNMERGED[1]["error"] | {"sampled_tokens": 37}})
+    with server((200, run_reply("sandbox_lost")), stored=refusal) as (url, _):
+        records = roll_out(tmp_path, url)
+    assert [(record.outcome, record.unmerged_tokens) for record in records] == [(Outcome.SANDBOX_LOST, 37)] * 2
 
 
 def test_a_store_that_is_away_loses_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +251,73 @@ def test_a_server_that_stays_away_is_an_outcome(tmp_path: Path, monkeypatch: pyt
         records = roll_out(tmp_path, url, sessions=GONE)
     assert {record.outcome for record in records} == {Outcome.SESSION_LOST}
     assert "refuses connections" in records[0].detail and not asked
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/sessions/a/store"])
+def test_a_session_server_that_hangs_up_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Opened or stored again, a session is the same one."""
+    monkeypatch.setattr(rollout, "_PAUSE_S", (0.01, 0.02))
+    with server((200, run_reply("passed")), stored=(200, stored_at(KEY)), hangs_up=path) as (url, asked):
+        (record,) = roll_out(tmp_path, url)
+    assert record.outcome is Outcome.PASSED and record.stored is not None
+    assert asked.count(path) == 2 and asked.count("/run") == 1
+
+
+def test_a_run_that_may_have_begun_is_never_sent_twice(tmp_path: Path) -> None:
+    """The sandbox server may have sampled, or be another one by now: the try is lost, and a new one is another."""
+    bodies: dict[str, dict] = {}
+    with server((200, run_reply("passed")), stored=(200, stored_at(KEY)), bodies=bodies, hangs_up="/run") as (
+        url,
+        asked,
+    ):
+        first, second = roll_out(tmp_path, url)
+    assert (first.outcome, first.verdict) == (Outcome.SANDBOX_LOST, None)
+    assert "ServerDisconnectedError" in first.detail and asked[:4] == [
+        "/sessions",
+        "/run",
+        "/flush",
+        "/sessions/a/store",
+    ]
+    assert asked.count("/run") == 2 and bodies["/run"]["attempt_id"] == second.attempt_id == "s000000-g000-a00-t1"
+
+
+def test_a_deadline_is_an_outcome(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        (record,) = roll_out(tmp_path, url, collect_s=0.05, infra_retries=0)
+    assert record.outcome is Outcome.SESSION_LOST and record.detail == f"{url}/sessions: no answer within 0.05 s"
+
+
+def test_neither_a_redirect_nor_a_proxy_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", GONE)
+    monkeypatch.setenv("http_proxy", GONE)
+    with server((302, {"error": "elsewhere"})) as (url, asked):
+        (record,) = roll_out(tmp_path, url, infra_retries=0)
+    assert record.outcome is Outcome.SANDBOX_LOST and "/run answered 302" in record.detail
+    assert asked.count("/run") == 1
+
+
+@pytest.mark.parametrize(("outcome", "waiting"), [("verifier_error", [False]), ("no_engine", [True, False])])
+def test_only_a_lost_try_holds_its_place_until_it_is_stored(tmp_path: Path, outcome: str, waiting: list[bool]) -> None:
+    held: list[bool] = []
+
+    async def go() -> None:
+        room = asyncio.Semaphore(1)
+
+        async def keep(_record: AttemptRecord) -> None:
+            held.append(room.locked())
+
+        async def mend(_lost: AttemptRecord) -> None:
+            assert room.locked()
+
+        async with RolloutClient(services_at(tmp_path, url, url), RunConfig(), 0, 3, "demo:0") as client:
+            await roll_out_slot(client, SPEC, [], room, keep, mend)
+
+    with server((200, run_reply(outcome))) as (url, _):
+        asyncio.run(go())
+    assert held == waiting
 
 
 def test_a_waves_error_keeps_its_type() -> None:

@@ -18,7 +18,7 @@ from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import Decision
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, unpack
-from rl360.store.layout import attempt_key, step_key, wave_key
+from rl360.store.layout import attempts_key, step_key, wave_key
 from rl360.store.manifest import Manifest, commit_manifest, get_object, put_object, read_manifest
 from rl360.tasksets.plan import StepPlan
 from rl360.training.results import parse_batch, read_samples
@@ -200,7 +200,7 @@ def test_a_killed_wave_keeps_what_it_stored_and_ends_with_one_table(monkeypatch:
     Client.asked = []
     store = planned_store()
     done = RECORDS[0]
-    store.put(attempt_key("demo", 0, 0, done.attempt_id), pack(done.to_wire()))
+    put_table(cast(Any, store), attempts_key("demo", 0, 0, 0), [done])
     job = job_of(store, "roll_out-0000")
     produced = roll_out_task._roll_out(job, 0, "run:0")
     assert Client.asked == [RECORDS[1].attempt_id]

@@ -11,9 +11,8 @@ from rl360.store import layout
 def test_the_documented_keys() -> None:
     assert layout.run_config_key("r1") == "r1/config.json"
     assert layout.step_key("r1", 7, "train.json") == "r1/steps/000007/train.json"
-    assert layout.attempt_key("r1", 7, 2, "s000007-g000-a00-t0") == (
-        "r1/steps/000007/attempts/0002/s000007-g000-a00-t0.msgpack"
-    )
+    assert layout.attempts_prefix("r1", 7, 2) == "r1/steps/000007/attempts/0002/"
+    assert layout.attempts_key("r1", 7, 2, 14) == "r1/steps/000007/attempts/0002/000014.msgpack"
     assert layout.merged_key("r1", 7, 2, "s000007-g000-a00-t0") == (
         "r1/steps/000007/merged/0002/s000007-g000-a00-t0.msgpack"
     )
