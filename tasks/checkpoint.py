@@ -7,8 +7,9 @@ import asyncio
 from prefect import task
 
 from rl360.config.run import RunConfig
+from rl360.step_work import Produced
 from rl360.store.manifest import Manifest
-from tasks.durable import RULES, Job, Produced, once, trainer_client
+from tasks.durable import RULES, Job, once, trainer_client
 
 
 @task(name="checkpoint", **RULES)

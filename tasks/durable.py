@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -24,7 +24,8 @@ from prefect.tasks import exponential_backoff
 from rl360.config.run import RunConfig
 from rl360.config.services import Services, load_services
 from rl360.errors import EngineChurn, ServiceError, StoreUnavailable
-from rl360.store.manifest import Manifest, ObjectRef, commit_manifest, read_manifest
+from rl360.step_work import Produced, committed
+from rl360.store.manifest import Manifest, commit_manifest, read_manifest
 from rl360.store.object_store import ObjectStore
 from rl360.training.client import TrainerClient
 
@@ -63,21 +64,7 @@ class Job:
 
     def manifest(self, task: str) -> Manifest:
         """The manifest of an earlier task of this step; it must be there."""
-        found = read_manifest(self.store, self.run, self.step, task)
-        if found is None:
-            raise ServiceError(
-                f"task {task} of {self.run} step {self.step} has not committed; run the step from its start"
-            )
-        return found
-
-
-@dataclass(frozen=True)
-class Produced:
-    """What a task's work hands to its manifest."""
-
-    objects: list[ObjectRef] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
+        return committed(self.store, self.run, self.step, task)
 
 
 def open_job(config: RunConfig, step: int, name: str) -> Job:

@@ -13,12 +13,13 @@ from prefect import task
 
 from rl360.config.run import RunConfig
 from rl360.errors import Rl360Error
+from rl360.step_work import Produced
 from rl360.store.layout import step_key
 from rl360.store.manifest import Manifest, put_object, read_manifest
 from rl360.store.progress import weight_version
 from rl360.weights.messages import parse_version, version_name
 from rl360.weights.push import ensure_weights, push
-from tasks.durable import RULES, Job, Produced, once, open_job, trainer_client
+from tasks.durable import RULES, Job, once, open_job, trainer_client
 
 
 @task(name="ready_engines", **RULES)

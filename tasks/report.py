@@ -9,26 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import orjson
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
+from rl360 import step_work
 from rl360.config.run import RunConfig
 from rl360.errors import ServiceError
-from rl360.ledger.metrics import step_json
-from rl360.ledger.read import write_ledger
-from rl360.ledger.step import build_step_ledger
-from rl360.objective.filters import Decision
 from rl360.report.figures import run_figures
 from rl360.report.markdown import ARTIFACT_DPI, step_markdown
-from rl360.store.codec import unpack
-from rl360.store.manifest import Manifest, get_object, read_manifest
-from tasks.collect import read_records
-from tasks.durable import RULES, Job, Produced, once
-from tasks.roll_out import load_plan, wave_task
+from rl360.step_work import Produced
+from rl360.store.manifest import Manifest, read_manifest
+from tasks.durable import RULES, Job, once
 
 _READERS = 8
-_PHASES = ("sample_groups", "roll_out", "collect", "filter_groups", "train", "push_weights", "checkpoint")
 
 
 @task(name="report", **RULES)
@@ -38,22 +31,8 @@ def report(config: RunConfig, step: int) -> Manifest:
 
 
 def _report(job: Job) -> Produced:
-    filtered = job.manifest("filter_groups").objects[0]
-    batch = unpack(get_object(job.store, filtered), filtered.key)
-    trained = job.manifest("train").objects[0]
-    pushed = job.manifest("push_weights")
-    ledger = build_step_ledger(
-        run=job.run,
-        step=job.step,
-        attempts=read_records(job),
-        decisions=[Decision.from_wire(wire) for wire in batch["decisions"]],
-        train=orjson.loads(get_object(job.store, trained)),
-        push={**pushed.info, "engines": pushed.counts["engines"]},
-        phases_s=_phases(job),
-    )
-    ref = write_ledger(job.store, ledger)
-    summary = step_json(ledger)
-    markdown = step_markdown(ledger, run_figures([*_earlier(job), summary], dpi=ARTIFACT_DPI))
+    produced, ledger = step_work.close_books(job.store, job.config, job.step)
+    markdown = step_markdown(ledger, run_figures([*_earlier(job), produced.info], dpi=ARTIFACT_DPI))
     try:
         create_markdown_artifact(
             key=f"{job.run}-step-{job.step:06}",
@@ -62,7 +41,7 @@ def _report(job: Job) -> Produced:
         )
     except httpx.HTTPError as error:
         raise ServiceError(f"Prefect did not take the artifact of step {job.step}: {error!r}"[:300]) from None
-    return Produced(objects=[ref], info=summary)
+    return produced
 
 
 def _earlier(job: Job) -> list[dict[str, Any]]:
@@ -70,13 +49,3 @@ def _earlier(job: Job) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(_READERS, thread_name_prefix="summaries") as readers:
         manifests = readers.map(lambda step: read_manifest(job.store, job.run, step, "report"), range(job.step))
     return [manifest.info for manifest in manifests if manifest is not None]
-
-
-def _phases(job: Job) -> dict[str, float]:
-    """Wall seconds of each task of the step, from their manifests; the waves overlap and count once."""
-    waves = [job.manifest(wave_task(wave)) for wave in range(len(load_plan(job).waves))]
-    spans: dict[str, Any] = {}
-    for name in _PHASES:
-        parts = waves if name == "roll_out" else [job.manifest(name)]
-        spans[name] = max(part.finished_at for part in parts) - min(part.started_at for part in parts)
-    return spans

@@ -17,20 +17,14 @@ from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
 from rl360.config.run import RunConfig
 from rl360.ledger.outcomes import Outcome
 from rl360.sessions.sample import AttemptRecord
-from rl360.store.codec import unpack
+from rl360.step_work import Produced, load_plan, wave_task
 from rl360.store.layout import wave_key
-from rl360.store.manifest import Manifest, get_object
-from rl360.tasksets.plan import StepPlan
-from tasks.durable import RULES, SAFE_TO_REPEAT, Job, Produced, once
+from rl360.store.manifest import Manifest
+from tasks.durable import RULES, SAFE_TO_REPEAT, Job, once
 from tasks.push_weights import bring_engines_to
 
 MEND_DEADLINE_S = 120.0  # an engine that restarts needs about 30 s
 MEND_PAUSE_S = 3.0
-
-
-def wave_task(wave: int) -> str:
-    """The manifest name of one wave."""
-    return f"roll_out-{wave:04}"
 
 
 @task(name="roll_out", task_run_name="roll_out wave {wave}", **RULES)
@@ -39,14 +33,8 @@ def roll_out(config: RunConfig, step: int, wave: int, weight_version: str) -> Ma
     return once(config, step, wave_task(wave), lambda job: _roll_out(job, wave, weight_version))
 
 
-def load_plan(job: Job) -> StepPlan:
-    """The committed plan of the step."""
-    ref = job.manifest("sample_groups").objects[0]
-    return StepPlan.from_wire(unpack(get_object(job.store, ref), ref.key), ref.key)
-
-
 def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
-    specs = load_plan(job).waves[wave]
+    specs = load_plan(job.store, job.run, job.step).waves[wave]
     log = RecordLog(job.store, job.run, job.step, wave)
     records = log.stored
     if records:

@@ -10,9 +10,10 @@ import asyncio
 from prefect import task
 
 from rl360.config.run import RunConfig
+from rl360.step_work import Produced
 from rl360.store.layout import step_key
 from rl360.store.manifest import Manifest, put_object
-from tasks.durable import RULES, Job, Produced, once, trainer_client
+from tasks.durable import RULES, Job, once, trainer_client
 
 
 @task(name="train", **RULES)

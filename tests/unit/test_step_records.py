@@ -17,19 +17,19 @@ from rl360.errors import CorruptObject
 from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import Decision
 from rl360.sessions.sample import AttemptRecord
+from rl360.step_work import Produced, collect, filter_groups, read_records
 from rl360.store.codec import pack, unpack
 from rl360.store.layout import attempts_key, step_key, wave_key
 from rl360.store.manifest import Manifest, commit_manifest, get_object, put_object, read_manifest
 from rl360.tasksets.plan import StepPlan
 from rl360.training.results import parse_batch, read_samples
 from tasks import roll_out as roll_out_task
-from tasks.collect import _collect, read_records
-from tasks.durable import Job, Produced
-from tasks.filter_groups import _filter
+from tasks.durable import Job
 from tests.unit.memory_store import MemoryStore
 from tests.unit.objective_data import OBJECTS, attempt
 
 GROUPS, SIZE = 3, 2
+CONFIG = RunConfig.parse({"run": "demo"})
 RECORDS = [
     attempt(group, index, float(index), wave=group, leaves=[{}, {}] if group == 1 else [{}])
     for group in range(GROUPS)
@@ -44,8 +44,7 @@ def spec_of(record: AttemptRecord) -> AttemptSpec:
 
 
 def job_of(store: MemoryStore, name: str) -> Job:
-    config = RunConfig.parse({"run": "demo"})
-    return Job(config, 0, name, cast(Any, None), cast(Any, store), logging.getLogger("test"))
+    return Job(CONFIG, 0, name, cast(Any, None), cast(Any, store), logging.getLogger("test"))
 
 
 def commit(store: MemoryStore, task: str, produced: Produced) -> None:
@@ -78,11 +77,11 @@ def rolled_out(records: list[AttemptRecord] = RECORDS) -> MemoryStore:
 
 def test_the_flow_reads_no_sample_and_the_trainer_reads_each_once() -> None:
     store = rolled_out()
-    collected = _collect(job_of(store, "collect"))
+    collected = collect(cast(Any, store), CONFIG, 0)
     commit(store, "collect", collected)
-    filtered = _filter(job_of(store, "filter_groups"), "run:0")
+    filtered = filter_groups(cast(Any, store), CONFIG, 0, "run:0")
     commit(store, "filter_groups", filtered)
-    records = read_records(job_of(store, "report"))
+    records = read_records(cast(Any, store), "demo", 0)
     assert records == RECORDS
     batch = get_object(cast(Any, store), filtered.objects[0])
     decisions = [Decision.from_wire(wire) for wire in unpack(batch, "k")["decisions"]]
@@ -106,7 +105,7 @@ def test_the_flow_reads_no_sample_and_the_trainer_reads_each_once() -> None:
 
 def test_a_step_that_lost_every_session_is_collected_too() -> None:
     lost = [replace(LOST, attempt_id=r.attempt_id, group_id=r.group_id) for r in RECORDS]
-    assert _collect(job_of(rolled_out(lost), "collect")).counts == {
+    assert collect(cast(Any, rolled_out(lost)), CONFIG, 0).counts == {
         "session_lost": 6,
         "attempts": 6,
         "stored": 0,
