@@ -52,6 +52,7 @@ log = logging.getLogger("rl360.sessions")
 
 CLIENT_GONE = 499  # nobody reads this reply; the status is for logs
 BODY_S = 60.0
+_BODIES_AT_ONCE = 4  # the largest allowed, in flight on one session
 STORE_WAITS_S = 10.0  # for turns that are being sampled
 _RENDER_IN_THREAD_BYTES = 64 << 10
 _STORES_AT_ONCE = 4
@@ -127,7 +128,7 @@ class Service:
             raise SessionRefusal(Refusal.UNAUTHORIZED, "send Authorization: Bearer <token> of this deployment")
 
     async def read_body(self, call: Call, held: Held | None = None) -> bytes:
-        """The body, never more than the limits in memory: a session's requests in flight count as its own bytes."""
+        """The body, never more than the limits in memory, nor all that are in flight on a session together."""
         limits = self.registry.limits
         parts = []
         try:
@@ -144,8 +145,10 @@ class Service:
                         held.body_bytes += len(part)
                     if call.body_bytes > limits.body_bytes:
                         raise _over(f"request body is over {limits.body_bytes} bytes, the limit")
-                    if held is not None and held.body_bytes + held.session.held_bytes > limits.session_bytes:
-                        raise _over(f"session and its requests are over {limits.session_bytes} bytes, the limit")
+                    if held is not None and held.body_bytes > _BODIES_AT_ONCE * limits.body_bytes:
+                        raise _over(
+                            f"requests in flight are over {_BODIES_AT_ONCE * limits.body_bytes} bytes, the limit"
+                        )
                     parts.append(part)
         except TimeoutError:
             raise SessionRefusal(Refusal.SLOW_BODY, f"the request body took over {BODY_S:g} s") from None

@@ -31,7 +31,7 @@ LIMIT = 300_000
 
 @pytest.fixture(scope="module")
 def _shared() -> Iterator[Bench]:
-    with session_bench(Limits(body_bytes=LIMIT, session_bytes=2_000_000, session_requests=16)) as bench:
+    with session_bench(Limits(body_bytes=LIMIT, session_requests=16)) as bench:
         yield bench
 
 
@@ -77,15 +77,15 @@ def test_bodies_over_the_limit_are_not_kept(bench: Bench) -> None:
     assert (held.body_bytes, held.in_flight, held.session.epoch) == (0, 0, 0)
 
 
-def test_bodies_of_requests_in_flight_count_as_the_session_s_own(bench: Bench) -> None:
+def test_bodies_of_requests_in_flight_are_limited_together(bench: Bench) -> None:
     session_id, _ = bench.create()
     bench.engine.gate.clear()
     big = orjson.dumps({**CHAT, "metadata": "x" * 250_000})
     with contextlib.ExitStack() as open_:
-        waiting = [open_.enter_context(connected(bench)) for _ in range(7)]
+        waiting = [open_.enter_context(connected(bench)) for _ in range(4)]
         for connection in waiting:
             connection.sendall(post(f"/sessions/{session_id}/v1/chat/completions", big))
-        _wait(lambda: len(bench.engine.bodies) == 7)
+        _wait(lambda: len(bench.engine.bodies) == 4)
         reply = bench.chat(session_id, big)
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "over_budget")
     bench.engine.gate.set()
