@@ -22,7 +22,7 @@ from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout
 from rl360.training.megatron.policy import DeviceBatch, Optim, Policy
 from rl360.training.packing import TrainSequence, build
-from rl360.training.replica import OpenRun, Replica, TrainStep
+from rl360.training.replica import OpenRun, ReplayMismatch, Replica, TrainStep
 from rl360.training.results import StepStatus, TrainResult
 from tests.unit.memory_store import MemoryStore
 from tests.unit.training_data import GROUPS, HEAD_DIM, HEADS, LAYERS, VOCAB, put_batch, routed, samples_of, write_model
@@ -233,10 +233,10 @@ def test_nothing_of_a_replay_is_left_in_the_model(policy: Policy) -> None:
     assert np.abs(plain - policy.logprobs(samples, 64)[0]).max() > 1e-2
 
 
-def opened(model: Path, store: Any, **trainer: Any) -> Replica:
+def opened(model: Path, store: Any, committed: tuple[TrainResult, ...] = (), **trainer: Any) -> Replica:
     replica = Replica(store, Layout(), "here")
     config = RunConfig.parse({"run": "r1", "trainer": {"lr": 1e-2, **trainer}})
-    replica.execute(OpenRun("r1", config.to_json(), str(model), None, ()))
+    replica.execute(OpenRun("r1", config.to_json(), str(model), None, committed))
     return replica
 
 
@@ -250,6 +250,10 @@ def test_a_run_replays_when_its_config_says_so(policy: Policy, model: Path) -> N
     off, on = results
     assert (off.status, on.status) == (StepStatus.TRAINED, StepStatus.TRAINED)
     assert off.mean_abs_dlogp != pytest.approx(on.mean_abs_dlogp, rel=1e-3)
+    restarted = opened(model, store, (on,), routing_replay=True)  # takes the recorded step again, routing and all
+    assert restarted.at is not None and restarted.at.digest == on.weights_digest != off.weights_digest
+    with pytest.raises(ReplayMismatch):
+        opened(model, store, (on,), routing_replay=False)
 
 
 def test_a_step_that_cannot_replay_a_sample_names_it_and_changes_nothing(policy: Policy, model: Path) -> None:
