@@ -53,6 +53,7 @@ class UpOptions(BaseModel):
     engines: int = Field(2, ge=1, le=64)
     sessions: int = Field(1, ge=1, le=64)
     matchers: tuple[str, ...] = ()
+    routed_experts: bool = False
     trainer_ranks: int = Field(1, ge=1, le=64)
     ports: dict[str, int] = Field(default_factory=lambda: dict(DEFAULT_PORTS))
     only: tuple[str, ...] = ()
@@ -275,7 +276,12 @@ def _engines(options: UpOptions) -> list[Spec]:
     specs = []
     for index in range(options.engines):
         port = options.ports["engine"] + index
-        engine = EngineOptions(model_dir=options.model_dir, port=port, seed=options.seed + index)
+        engine = EngineOptions(
+            model_dir=options.model_dir,
+            port=port,
+            seed=options.seed + index,
+            routed_experts=options.routed_experts,
+        )
         specs.append(
             Spec(
                 name=f"engine-{index}",
@@ -318,6 +324,7 @@ def _sessions(options: UpOptions) -> list[Spec]:
         argv = (sys.executable, "-m", "rl360.cli", "sessions", "serve", *_http(port), "--upstream", upstream)
         # no draining: on a laptop engines and tasks go down with it
         argv += ("--store", "--drain-s", "0", *(part for name in options.matchers for part in ("--matcher", name)))
+        argv += ("--return-routed-experts",) if options.routed_experts else ()
         specs.append(
             Spec(
                 name=f"sessions-{index}",

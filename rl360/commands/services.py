@@ -58,6 +58,9 @@ def up(
     matcher: Annotated[
         list[str] | None, typer.Option(help="MODULE:FUNCTION that a run may name as rollout.matcher; repeatable.")
     ] = None,
+    routed_experts: Annotated[
+        bool, typer.Option("--routed-experts", help="Engines return, sessions keep, the experts a token was routed to.")
+    ] = False,
     trainer_ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 1,
     home: HomeOption = None,
     port_base: Annotated[int | None, typer.Option(help="Put all ports in a block from here.")] = None,
@@ -81,6 +84,7 @@ def up(
         engines=engines,
         sessions=sessions,
         matchers=tuple(matcher or ()),
+        routed_experts=routed_experts,
         trainer_ranks=trainer_ranks,
         ports=port_table(port_base, _port_choices(ports or [])),
         only=tuple(part for part in only.split(",") if part),

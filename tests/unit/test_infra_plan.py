@@ -78,6 +78,13 @@ def test_only_keeps_what_is_named_and_drops_waits_for_the_rest() -> None:
         specs_of(only=("engine-9",))
 
 
+def test_routed_experts_are_asked_for_everywhere_or_nowhere() -> None:
+    flags = {"engine-0": "--routed-experts", "engine-1": "--routed-experts", "sessions-0": "--return-routed-experts"}
+    for wanted in (True, False):
+        specs = {spec.name: spec for spec in specs_of(routed_experts=wanted)}
+        assert {name: flag in specs[name].argv for name, flag in flags.items()} == dict.fromkeys(flags, wanted)
+
+
 def test_ports_by_block_and_by_name() -> None:
     table = port_table(21_000, {"prefect": 4_200})
     assert table["engine"] == 21_000
