@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": Entry("demo", "Services, a run and its report in one go."),
     "run": Entry("run", "Start, resume, watch, list, cancel and export runs."),
     "ledger": Entry("ledger", "What every token of a run became."),
+    "replay": Entry("replay", "Compute a past step again and compare it with what is stored."),
     "report": Entry("report", "Figures and the page of a run."),
     "fleet": Entry("fleet", "Engines: their states, and confirming that one is gone."),
     "sessions": Entry("sessions", "Session servers: run one, look into those that run."),

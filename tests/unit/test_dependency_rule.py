@@ -16,6 +16,7 @@ SERVICE_LIBRARIES = {"httpx", "fastapi", "starlette", "uvicorn", "sglang", "mega
 COMPUTES = (
     "rl360/bench/bare_trainer.py",
     "rl360/bench/objective.py",
+    "rl360/replay/trainer.py",
     "rl360/training/",
     "rl360/policy/",
     "rl360/objective/losses.py",

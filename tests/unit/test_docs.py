@@ -53,7 +53,7 @@ def test_commands_in_the_pages_exist() -> None:
 
 
 # named in docs/architecture.md as not built yet
-NOT_BUILT = {"run fork", "replay"}
+NOT_BUILT = {"run fork"}
 
 
 def test_fields_in_the_pages_exist() -> None:
