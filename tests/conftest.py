@@ -48,7 +48,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     model = ensure_warm_start(0, ROOT / ".rl360")
     home = tmp_path_factory.mktemp("home")
     (home / "models").symlink_to(ROOT / ".rl360" / "models")
-    started = run_cli(home, "up", "--model", str(model), "--port-base", str(PORT_BASE))
+    started = run_cli(home, "up", "--model", str(model), "--port-base", str(PORT_BASE), "--sessions", "2")
     try:
         assert started.returncode == 0, f"rl360 up failed:\n{started.stdout}{started.stderr}"
         yield load_services(home)

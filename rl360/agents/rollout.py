@@ -64,7 +64,8 @@ class _Lost(Exception):
         self.answer = answer
 
 
-def _spread(urls: list[str], key: str) -> str:
+def spread(urls: list[str], key: str) -> str:
+    """The server of an attempt: a pure function of its id, so that whoever asks again asks the same one."""
     return urls[zlib.crc32(key.encode()) % len(urls)]
 
 
@@ -139,7 +140,7 @@ class RolloutClient:
         """End an attempt nobody waits for any more, so that it neither holds a slot nor samples on. Best effort: the
         sandbox server ends it at its own deadline at the latest."""
         try:
-            url = f"{_spread(self.services.sandbox_urls, attempt_id)}/flush"
+            url = f"{spread(self.services.sandbox_urls, attempt_id)}/flush"
             await _answer(self._sandboxes, "POST", url, {"attempt_ids": [attempt_id]}, _FLUSH_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):
             return
@@ -147,7 +148,7 @@ class RolloutClient:
     async def close_session(self, attempt_id: str, session_id: str) -> None:
         """Free the session once its record is stored. Best effort: an idle session expires by itself."""
         try:
-            url = f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}"
+            url = f"{spread(self.services.session_urls, attempt_id)}/sessions/{session_id}"
             await _answer(self._sessions, "DELETE", url, None, self.config.deadlines.collect_s)
         except (aiohttp.ClientError, TimeoutError):
             return
@@ -172,7 +173,7 @@ class RolloutClient:
             "sampling_policy": rollout.sampling_params,
             "thinking": rollout.thinking,
         }
-        url = f"{_spread(self.services.session_urls, attempt_id)}/sessions"
+        url = f"{spread(self.services.session_urls, attempt_id)}/sessions"
         answer = await self._ask_sessions(url, body)
         try:
             reply = orjson.loads(answer)
@@ -206,7 +207,7 @@ class RolloutClient:
             verifier_timeout_s=deadlines.verifier_s,
             deadline_s=deadlines.client_s,
         )
-        url = f"{_spread(self.services.sandbox_urls, attempt_id)}/run"
+        url = f"{spread(self.services.sandbox_urls, attempt_id)}/run"
         body = request.model_dump(mode="json")
         answer = await _send(self._sandboxes, url, body, deadlines.client_s, Outcome.SANDBOX_LOST)
         try:
@@ -217,7 +218,7 @@ class RolloutClient:
     async def _store(self, attempt_id: str, session_id: str) -> SampleRef:
         """Have the session server write the attempt's samples to the store; asked again, it answers the same."""
         key = merged_key(self.config.run, self.step, self.wave, attempt_id)
-        url = f"{_spread(self.services.session_urls, attempt_id)}/sessions/{session_id}/store"
+        url = f"{spread(self.services.session_urls, attempt_id)}/sessions/{session_id}/store"
         body = {"key": key, "pick": self.config.rollout.pick}
         answer = await self._ask_sessions(url, body)
         try:

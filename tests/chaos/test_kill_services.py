@@ -11,6 +11,7 @@ import uuid
 
 import pytest
 
+from rl360.agents.rollout import spread
 from rl360.config.services import Services
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA
 from rl360.ledger.read import read_step
@@ -42,6 +43,9 @@ def test_killed_while_a_step_samples(services: Services, store: ObjectStore, cli
     assert verified == slots, f"not made good: {sorted(slots - verified)}"
     assert all(row.reward is None for row in ledger.attempts if row.outcome in INFRA)
     assert cli("ledger", run).returncode == 0
+    if names == "sessions-0":  # a session server that dies costs its own attempts and no other
+        lost = {row.attempt_id for row in ledger.attempts if row.outcome in INFRA}
+        assert {spread(services.session_urls, attempt_id) for attempt_id in lost} <= {services.session_urls[0]}
 
 
 def _kill_when_sampling(store: ObjectStore, run: str, pids: list[int]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rl360.agents import rollout
-from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
+from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot, spread
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
@@ -140,6 +141,15 @@ def roll_out(
     asyncio.run(go())
     assert mended == kept[:-1], "each lost try is told of once, before the next"
     return kept
+
+
+@pytest.mark.parametrize("servers", [2, 3, 16, 64])
+def test_attempts_are_spread_evenly(servers: int) -> None:
+    urls = [str(number) for number in range(servers)]
+    ids = [f"s000012-g{group:03}-a{attempt:02}-t0" for group in range(1024) for attempt in range(8)]
+    placed = Counter(spread(urls, attempt_id) for attempt_id in ids)
+    assert len(placed) == servers
+    assert max(placed.values()) <= 1.05 * len(ids) / servers
 
 
 def test_a_record_holds_the_reference_the_session_server_answered(tmp_path: Path) -> None:
