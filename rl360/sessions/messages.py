@@ -26,6 +26,7 @@ _KNOWN = {
     "assistant": frozenset({"role", "content", "name", "tool_calls", "reasoning_content"}),
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
 }
+_REPLY_LEVELS = 8  # at least those around the arguments of a call, in any format
 _OBJECT_BYTES = 256  # of one message or call without its text
 
 
@@ -103,13 +104,22 @@ class Tool:
         return orjson.loads(self.definition)
 
 
+def written_back(value: Any) -> Any:
+    """`value` as it reads once it was written as JSON, where it fits into a reply: `JSONEncodeError` if it is nested
+    deeper than that (orjson writes 254 levels, `_REPLY_LEVELS` of them are the reply's)."""
+    nested = value
+    for _ in range(_REPLY_LEVELS):
+        nested = [nested]
+    return orjson.loads(orjson.dumps(nested)[_REPLY_LEVELS:-_REPLY_LEVELS])
+
+
 def json_object(text: Any) -> dict[str, Any] | None:
     """The object `text` is the JSON of; None when it is not, or cannot be written back exactly (1e999, 300 levels)."""
     if not isinstance(text, str):
         return None
     try:
         value = orjson.loads(text)
-        exact = orjson.loads(orjson.dumps(value)) == value
+        exact = written_back(value) == value
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
     return value if exact and isinstance(value, dict) else None

@@ -13,7 +13,8 @@ import asyncio
 import json
 import math
 import random
-from typing import Any
+import re
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -36,6 +37,9 @@ _SAMPLED_BYTES = 256  # id, log-probability and text of one sampled token
 _ID_BYTES = 12
 _READ_IN_THREAD_BYTES = 1 << 20
 _PROMPT_KEY = b'"prompt_token_ids":'
+_SHOWN = 300  # characters of what an engine said
+# ids, log-probabilities, routed experts and session ids, which an engine may repeat when it complains
+_UNTOLD = re.compile(r"\[[][\d\s,.eEnul+-]*\d[][\d\s,.eEnul+-]*|-?\d+(?:[,\s]+-?\d+){2,}|[\w+/=-]{32,}", re.ASCII)
 
 
 class Upstream:
@@ -78,17 +82,19 @@ class Upstream:
         try:
             async with asyncio.timeout(self._deadline_s):
                 status, told, data = await self._post(body, headers, self._reply_limit(prepared))
+        except aiohttp.ConnectionTimeoutError:
+            raise _no_engine(f"{self.url} took no connection within {CONNECT_S:g} s") from None
         except TimeoutError:
             raise _bad(f"no reply from {self.url} within {self._deadline_s:g} s") from None
         except aiohttp.ClientConnectorError as error:
             raise _no_engine(f"{self.url} refused {CONNECT_TRIES} connections ({error.strerror})") from None
         except aiohttp.ClientError as error:
-            raise _bad(f"{self.url}: {type(error).__name__} {str(error)[:200]}") from None
+            raise _bad(f"{self.url}: {type(error).__name__} {_shown(str(error))}") from None
         if status == 503 or told.get(_GATEWAY_ERROR_HEADER) == "model_not_found":
             raise _no_engine(f"{self.url} has no engine to ask ({status}: {_shown(data)})")
         if status != 200:
             raise _bad(f"{self.url} answered {status}: {_shown(data)}")
-        worker = told.get(_WORKER_HEADER, "")[:200]
+        worker = told.get(_WORKER_HEADER, "")[:200].encode(errors="replace").decode()  # bytes that are no text: ?
         if len(data) < _READ_IN_THREAD_BYTES:
             return read_reply(data, prompt, prepared, self.routing, worker)
         return await asyncio.to_thread(read_reply, data, prompt, prepared, self.routing, worker)
@@ -182,7 +188,7 @@ class _Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[_Span] | None = None
     cached_tokens: Any = 0
-    num_retractions: int | None = 0
+    num_retractions: Annotated[int, msgspec.Meta(lt=1 << 31)] | None = 0
     routed_experts: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -239,7 +245,7 @@ def _completion(
         raise _bad(f"reply: {str(error)[:200]}") from None
     meta = reply.meta_info
     if meta.finish_reason.type not in ("stop", "length"):
-        told = f"{meta.finish_reason.type} {meta.finish_reason.message or ''}"[:200]
+        told = _shown(f"{meta.finish_reason.type} {meta.finish_reason.message or ''}")
         raise _bad(f"finish_reason {told}, expected stop or length")
     if not same:
         raise _bad(f"the engine reports another prompt than the {len(prepared.input_ids)} ids sent")
@@ -286,8 +292,11 @@ def _routing(raw: msgspec.Raw, prepared: PreparedTurn, sampled: int, shape: Rout
     return decode_rows(text[1:-1], shape, len(prepared.input_ids) + sampled - 1 - prepared.routing_from)
 
 
-def _shown(data: bytes) -> str:
-    return " ".join(data[:300].decode("utf-8", "replace").split())
+def _shown(told: bytes | str) -> str:
+    """The start of what an engine says, on one line: both the agent and the log get it."""
+    start = told[: 8 * _SHOWN]
+    text = start if isinstance(start, str) else start.decode(errors="replace")
+    return _UNTOLD.sub("...", " ".join(text.split()))[:_SHOWN]
 
 
 def _no_engine(problem: str) -> SessionRefusal:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
+import orjson
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -182,6 +186,34 @@ def test_malformed_turns_are_content_and_counted(family: str, thinking: bool, sa
     turn = template.parse_assistant([*ids, template.stop_ids[0]], TOOLS, thinking)
     assert (turn.content, turn.tool_calls, turn.reasoning) == (sampled, (), None)
     assert turn.format_errors >= 1
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("depth", [200, *range(235, 262)])
+def test_a_call_nested_too_deep_for_a_reply_is_no_such_call(family: str, depth: int) -> None:
+    value = '{"a":' * depth + "1" + "}" * depth
+    call = {
+        "qwen3": f'<tool_call>\n{{"name": "edit", "arguments": {{"path": "x", "deep": {value}}}}}\n</tool_call>',
+        "glm4": f"<tool_call>edit\n<arg_key>deep</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+        "rl360-chat": f'<tool_call>edit\n{{"path":"x","deep":{value}}}</tool_call>',
+    }[family]
+    turn = family_template(family).parse_assistant(token_ids(family, call), TOOLS)
+    written = [orjson.loads(held.arguments) for held in turn.message().tool_calls]
+    orjson.dumps({"content": [{"input": arguments} for arguments in written]})  # as in a reply
+    assert turn.format_errors or len(turn.tool_calls) == 1
+    if depth == 200:
+        assert written[0]["deep"] == orjson.loads(value)
+
+
+def test_other_threads_go_on_while_long_text_is_encoded() -> None:
+    template, ticks = family_template("qwen3"), 0
+    text = "the quick brown fox jumps over\n" * 8_000
+    worker = threading.Thread(target=template.encode, args=(text,))
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks >= 10
 
 
 def test_glm4_arguments_follow_the_schema() -> None:

@@ -3,6 +3,8 @@ was taken as a whole."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import socket
 import threading
@@ -16,6 +18,7 @@ import pybase64
 import pytest
 
 from rl360.errors import BadInput
+from rl360.sessions import upstream
 from rl360.sessions.core import Session
 from rl360.sessions.merge import Pick, merge, snapshot
 from rl360.sessions.upstream import Upstream
@@ -140,6 +143,10 @@ BAD_REPLIES: dict[str, Any] = {
     "a generation twice": lambda body: engine_reply(body, "done<|im_end|>done<|im_end|>"),
     "not ended": lambda body: engine_reply(body, "done"),
     "cut at the end": lambda body: engine_reply(body, finish="length"),
+    "more retractions than a count can have": lambda body: (
+        200,
+        orjson.dumps(engine_reply(body)).replace(b'"cached_tokens"', b'"num_retractions":%d,"cached_tokens"' % 10**30),
+    ),
     "more than asked": lambda body: engine_reply(body, "a" * 60 + "<|im_end|>"),
     "a flood": lambda body: (200, b" " * (2 << 20)),
 }
@@ -181,6 +188,7 @@ def test_a_reply_that_is_not_exactly_what_was_asked_is_only_counted(bench: Bench
         error, code = reply.json()["error"], CODES.get(name, "bad_upstream")
         assert (reply.status_code, error["code"]) == (502, code), reply.text
         assert error["message"] and "\n" not in error["message"]
+        assert bench.get(f"/sessions/{session_id}").status_code == 200
         sampled = None if name == "not utf-8" else _named(BAD_REPLIES[name](bench.engine.bodies[-1]))
         counted = Counter({BOOKED.get(code, "infra"): sampled} if sampled else {})
         silent = code == "bad_upstream" and sampled is None
@@ -238,6 +246,56 @@ def test_versions_that_changed_while_sampling_are_kept_where_any_is_taken(bench:
     (sample,) = merge(snapshot(bench.service.registry.get(session_id).session))
     at = sample.loss_mask.argmax()
     assert sample.version_spans == [(at, at + 1, "run:0"), (at + 1, at + 3, "run:1")]
+
+
+COMPLAINTS: dict[str, Any] = {
+    "the question": lambda body: (400, orjson.dumps({"detail": [{"input": body}]})),
+    "the question, no worker": lambda body: (503, orjson.dumps({"detail": [{"input": body}]})),
+    "an answer": lambda body: (500, orjson.dumps(engine_reply(body))),
+    "ids in words": lambda body: (500, "ids {} are bad".format(", ".join(map(str, body["input_ids"])))),
+    "an aborted one": lambda body: _meta(finish_reason={"type": "abort", "message": str(body["input_ids"])})(body),
+    "no routing": lambda body: _meta(routed_experts=body["input_ids"])(body),
+    "routing": lambda body: (500, routed_reply(body)["meta_info"]["routed_experts"].encode()),
+}
+
+
+@pytest.mark.parametrize("name", COMPLAINTS)
+def test_what_an_engine_complains_of_tells_no_ids(moe: Bench, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    session_id, _ = moe.create()
+    moe.engine.script = COMPLAINTS[name]
+    reply = moe.chat(session_id, CHAT)
+    assert reply.status_code == 502 and caplog.text
+    ids = moe.engine.bodies[-1]["input_ids"]
+    answer = COMPLAINTS[name](moe.engine.bodies[-1])
+    experts = answer[1][:40].decode() if name == "routing" else "routed_experts="
+    for told in (reply.json()["error"]["message"], caplog.text):
+        assert session_id not in told and experts not in told
+        assert not any(f"{a}{comma}{b}" in told for a, b in itertools.pairwise(ids) for comma in (",", ", "))
+
+
+def test_a_gateway_whose_header_is_no_text_breaks_nothing(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    bench.engine.headers = {"x-smg-routed-worker-id": "w\xff"}
+    assert bench.chat(session_id, CHAT).status_code == 200
+    assert bench.get(f"/sessions/{session_id}").json()["turns"][0]["worker"].startswith("w?")
+
+
+def test_an_address_that_takes_no_connection_is_no_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "CONNECT_S", 0.2)
+    with contextlib.ExitStack() as open_:
+        full = open_.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # what is not accepted fills it: further connections get no answer at all
+        for _ in range(4):
+            waiting = open_.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        fresh = Upstream(f"http://127.0.0.1:{full.getsockname()[1]}", 1024, (2,), 20.0)
+        monkeypatch.setattr(bench.service, "upstream", fresh)
+        session_id, _ = bench.create()
+        reply = bench.chat(session_id, CHAT)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (502, "no_engine"), reply.text
+    assert bench.service.registry.get(session_id).session.requests_unanswered == 0
 
 
 def routed_reply(body: dict[str, Any], **changes: Any) -> dict[str, Any]:

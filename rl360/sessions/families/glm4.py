@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from rl360.sessions.families.base import CALL_CLOSE, CALL_OPEN, Family, ParsedCall, Piece, Pieces, find, plain
-from rl360.sessions.messages import Message, Tool
+from rl360.sessions.messages import Message, Tool, written_back
 
 USER, OBSERVATION, SYSTEM, ASSISTANT = "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>"
 THINK, UNTHINK = "<think>", "</think>"
@@ -60,7 +60,7 @@ def _value(text: str, kind: str) -> Any:
         return text
     try:
         value = orjson.loads(text)
-        return value if orjson.loads(orjson.dumps(value)) == value else text
+        return value if written_back(value) == value else text
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return text
 
