@@ -1,0 +1,75 @@
+"""The sizes this code keeps to (docs/architecture.md, "Limits"): reached, something is to be deleted or moved first."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rl360.config.run import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(path for name in ("rl360", "tasks", "flows", "infra") for path in (ROOT / name).rglob("*.py"))
+# what a step runs; around it are commands, benchmarks, pages, the demo's own policy and how services start
+AROUND = ("rl360/bench/", "rl360/commands/", "rl360/cli.py", "rl360/policy/", "rl360/report/", "infra/")
+CORE_LINES, FILE_LINES, FUNCTION_LINES, KNOBS, BROAD_EXCEPTS = 14_000, 600, 80, 120, 10
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_lines(path: Path) -> int:
+    """Lines that are neither blank, comment nor docstring."""
+    lines = path.read_text().splitlines()
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTION)) and ast.get_docstring(node) is not None:
+            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return sum(
+        1
+        for number, line in enumerate(lines, 1)
+        if number not in documented and line.strip() and line.strip()[0] != "#"
+    )
+
+
+def test_the_core_is_small() -> None:
+    core = [path for path in FILES if not name_of(path).startswith(AROUND)]
+    assert len(core) > 50
+    assert sum(map(code_lines, core)) <= CORE_LINES
+
+
+def test_no_file_and_no_function_is_long() -> None:
+    long = [name_of(path) for path in FILES if len(path.read_text().splitlines()) > FILE_LINES]
+    functions = [(path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    long += [
+        f"{name_of(path)}:{node.name}"
+        for path, node in functions
+        if isinstance(node, FUNCTION) and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_broad_excepts_are_few_and_explained() -> None:
+    found = []
+    for path in FILES:
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.ExceptHandler):
+                kinds = [node.type] if not isinstance(node.type, ast.Tuple) else node.type.elts
+                if any(
+                    k is None or (isinstance(k, ast.Name) and k.id in ("Exception", "BaseException")) for k in kinds
+                ):
+                    found.append((f"{name_of(path)}:{node.lineno}", "#" in lines[node.lineno - 1]))
+    assert len(found) <= BROAD_EXCEPTS
+    assert [place for place, explained in found if not explained] == []
+
+
+def test_a_run_has_few_knobs() -> None:
+    def knobs(section: type[BaseModel]) -> int:
+        kinds = [field.annotation for field in section.model_fields.values()]
+        return sum(knobs(k) if isinstance(k, type) and issubclass(k, BaseModel) else 1 for k in kinds)
+
+    assert 50 < knobs(RunConfig) <= KNOBS
