@@ -278,11 +278,12 @@ class Service:
                 held.session.seal()
                 write = (self.store_in, snapshot(held.session), *as_asked)
                 try:
-                    held.stored = await asyncio.get_running_loop().run_in_executor(self.threads, _write, *write)
-                except (SessionRefusal, StoreUnavailable):
-                    held.store_as = None
+                    ref = await asyncio.get_running_loop().run_in_executor(self.threads, _write, *write)
+                except SessionRefusal:
+                    held.store_as = None  # nothing was written; after StoreUnavailable it may have been: only there
                     raise
-                self.stored += 1
+                self.stored += held.stored is None  # of two calls at once both write, the same
+                held.stored = ref
             return Reply(orjson.dumps(held.stored.to_wire()))
 
     async def delete(self, call: Call) -> Reply:
@@ -454,7 +455,11 @@ def _write(store: ObjectStore, held: SessionSnapshot, key: str, pick: Pick) -> S
     """Merge and write once; an object that is there already must be this very one."""
     samples = merge(held, pick)
     data = encode_samples(samples)
-    if not store.put_once(key, data) and store.get(key) != data:
+    try:
+        conflict = not store.put_once(key, data) and store.get(key) != data
+    except KeyError:
+        raise StoreUnavailable(f"object {key} was there a moment ago and is gone") from None
+    if conflict:
         raise SessionRefusal(Refusal.CONFLICT, f"object {key} exists and holds something else")
     digest = hashlib.sha256(data).hexdigest()
     return SampleRef(key, digest, len(data), tuple(LeafCounts.of(sample) for sample in samples))

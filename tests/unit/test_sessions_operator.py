@@ -124,7 +124,28 @@ def test_a_store_that_is_away_can_be_asked_again(bench: Bench) -> None:
     reply = bench.post(f"/sessions/{session_id}/store", {"key": KEY})
     assert refusal(reply) == (503, "store_unavailable") and "x-should-retry" not in reply.headers
     bench.service.store_in.down = False
+    elsewhere = bench.post(f"/sessions/{session_id}/store", {"key": merged_key("run-1", 3, 1, ATTEMPT)})
+    assert refusal(elsewhere) == (409, "conflict")  # the lost call may have written
     assert bench.post(f"/sessions/{session_id}/store", {"key": KEY}).status_code == 200
+    assert list(bench.service.store_in.objects) == [KEY]
+
+
+def test_an_object_that_vanishes_while_it_is_compared(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    session_id = spoken(bench)
+    monkeypatch.setattr(bench.service.store_in, "put_once", lambda key, data: False)
+    assert refusal(bench.post(f"/sessions/{session_id}/store", {"key": KEY})) == (503, "store_unavailable")
+    monkeypatch.undo()
+    assert bench.post(f"/sessions/{session_id}/store", {"key": KEY}).status_code == 200
+
+
+def test_calls_at_once_store_one_session_once(bench: Bench) -> None:
+    session_id = spoken(bench, mode="tree")
+    picks = ["last", "all"] * 4
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(bench.post, f"/sessions/{session_id}/store", {"key": KEY, "pick": pick}) for pick in picks]
+    replies = {pick: {call.result().status_code for call in calls[i::2]} for i, pick in enumerate(("last", "all"))}
+    assert sorted(replies.values(), key=min) == [{200}, {409}]
+    assert bench.http.get("/health").json()["stored"] == 1
 
 
 @pytest.mark.parametrize(
