@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from rl360.agents.records import put_table, read_table, refuse_unplanned
+from rl360.agents.records import put_table, read_table, refuse_unplanned, refuse_unsigned
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, ServiceError
 from rl360.ledger.metrics import step_json
@@ -80,15 +80,17 @@ def sample_groups(store: ObjectStore, config: RunConfig, step: int) -> Produced:
     return Produced([ref], counts, {"taskset_digest": taskset.digest})
 
 
-def collect(store: ObjectStore, config: RunConfig, step: int) -> Produced:
-    """Check the table of every wave against the plan and write all records as one table: `records.msgpack`. Works on
-    records, which are counts and references; the samples stay where the session servers wrote them."""
+def collect(store: ObjectStore, config: RunConfig, step: int, verdict_key: bytes) -> Produced:
+    """Check the table of every wave against the plan, and every verdict's signature; write all records as one table,
+    `records.msgpack`. Works on records, which are counts and references; the samples stay where the session servers
+    wrote them."""
     run = config.run
     records: list[AttemptRecord] = []
     for wave, specs in enumerate(load_plan(store, run, step).waves):
         ref = committed(store, run, step, wave_task(wave)).objects[0]
         found = read_table(store, ref)
         refuse_unplanned(found, specs, run=run, step=step, wave=wave, key=ref.key)
+        refuse_unsigned(found, run=run, verdict_key=verdict_key, key=ref.key)
         records += found
     ref = put_table(store, step_key(run, step, "records.msgpack"), records)
     counts = Counter(str(record.outcome) for record in records)

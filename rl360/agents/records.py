@@ -1,7 +1,8 @@
 """Tables of attempt records: objects of those that finished together, one of a whole wave, one of the whole step.
 
 A record is counts and a reference to its samples, about 1 KB; the samples themselves are never read here. A table that
-contradicts the plan, or whose records name other samples than their own, is refused (`CorruptObject` naming it).
+contradicts the plan, whose records name other samples than their own or hold a verdict that the run's verifier did not
+sign, is refused (`CorruptObject` naming it).
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Iterable, Sequence
 
 from rl360.agents.rollout import AttemptSpec
 from rl360.errors import CorruptObject
+from rl360.harbor.verdict import receipt_problem
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, unpack
 from rl360.store.layout import attempts_key, attempts_prefix, merged_key
 from rl360.store.manifest import ObjectRef, get_object, put_object
 from rl360.store.object_store import ObjectStore
 
-TABLE_SCHEMA = 2
+TABLE_SCHEMA = 3
 WRITE_EVERY_S = 1.0
 
 
@@ -114,3 +116,11 @@ def refuse_unplanned(
     for slot, indices in tries.items():
         if not indices or sorted(indices) != list(range(len(indices))):
             raise CorruptObject(key, f"planned attempt {slot} has the tries {sorted(indices)}")
+
+
+def refuse_unsigned(records: Sequence[AttemptRecord], *, run: str, verdict_key: bytes, key: str) -> None:
+    """Refuse the table `key` unless every verdict in it is a receipt of the run's verifier."""
+    for record in records:
+        problem = None if record.verdict is None else receipt_problem(record.verdict, verdict_key, run)
+        if problem is not None:
+            raise CorruptObject(key, problem)

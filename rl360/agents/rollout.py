@@ -28,6 +28,7 @@ from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
 from rl360.harbor.outcome import RETRYABLE
 from rl360.harbor.protocol import RunReply, RunRequest, SandboxLimits
+from rl360.harbor.verdict import receipt_problem, run_key
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.sessions.sample import AttemptRecord, SampleRef
 from rl360.store.layout import merged_key
@@ -78,6 +79,7 @@ class RolloutClient:
         self.step = step
         self.wave = wave
         self.weight_version = weight_version
+        self._verdict_key = run_key(services.secrets().token, config.run)
         headers = services.auth_headers()
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
@@ -91,8 +93,9 @@ class RolloutClient:
 
     async def attempt(self, spec: AttemptSpec, try_index: int) -> AttemptRecord:
         """Run one try to its end. What a server or the network does is an outcome; a request that a server refuses as
-        wrong (a task it cannot run, another token) raises `BadInput`, for no other attempt would fare better, and a
-        store that is away for the session server raises `StoreUnavailable`: the session still holds everything."""
+        wrong (a task it cannot run, another token) raises `BadInput`, for no other attempt would fare better, as does a
+        verdict that the run's verifier did not sign, for no record may hold it. A store that is away for the session
+        server raises `StoreUnavailable`: the session still holds everything."""
         attempt_id = spec.attempt_id(try_index)
         started_at = time.time()
         session_id, stored, reply = "", None, None
@@ -211,9 +214,13 @@ class RolloutClient:
         body = request.model_dump(mode="json")
         answer = await _send(self._sandboxes, url, body, deadlines.client_s, Outcome.SANDBOX_LOST)
         try:
-            return RunReply.model_validate(orjson.loads(answer))
+            reply = RunReply.model_validate(orjson.loads(answer))
         except (orjson.JSONDecodeError, ValidationError) as error:
             raise _Lost(Outcome.UNCLASSIFIED, f"sandbox server's reply is malformed: {error}"[:500]) from None
+        problem = None if reply.verdict is None else receipt_problem(reply.verdict, self._verdict_key, config.run)
+        if problem is not None:
+            raise BadInput(f"{url}: {problem}")
+        return reply
 
     async def _store(self, attempt_id: str, session_id: str) -> SampleRef:
         """Have the session server write the attempt's samples to the store; asked again, it answers the same."""

@@ -30,10 +30,11 @@ import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
-from rl360.agents.records import RecordLog, put_table, read_table, refuse_unplanned
+from rl360.agents.records import RecordLog, put_table, read_table, refuse_unplanned, refuse_unsigned
 from rl360.agents.rollout import AttemptSpec, RolloutClient
 from rl360.bench import baseline
 from rl360.bench.local_rows import merged, ordinary_sample, record_of, same
+from rl360.bench.peers import TOKEN
 from rl360.bench.processes import LOOPBACK, instant_peers
 from rl360.bench.rows import Options, Row, ratio_at_most
 from rl360.bench.shape import Shape
@@ -41,6 +42,7 @@ from rl360.bench.trajectory import VERSION
 from rl360.config.run import ObjectiveConfig, RunConfig
 from rl360.config.services import Services
 from rl360.errors import Rl360Error
+from rl360.harbor.verdict import run_key
 from rl360.objective.filters import filter_groups
 from rl360.sessions.sample import AttemptRecord, LeafCounts, SampleRef, encode_samples
 from rl360.store.codec import pack, sha256_hex
@@ -96,6 +98,7 @@ def end_step(
     def collect() -> list[AttemptRecord]:
         found = read_table(store, wave)
         refuse_unplanned(found, specs, run=run, step=0, wave=0, key=wave.key)
+        refuse_unsigned(found, run=run, verdict_key=run_key(TOKEN, run), key=wave.key)
         return found
 
     found = spent.timed("collect", collect)
@@ -179,7 +182,7 @@ def _services(home: Path, url: str) -> Services:
     """One address for all of them."""
     secrets = home / "secrets.json"
     secrets.touch(0o600)
-    secrets.write_bytes(orjson.dumps({"token": "0" * 32, "s3_access_key": "none", "s3_secret_key": "none"}))
+    secrets.write_bytes(orjson.dumps({"token": TOKEN, "s3_access_key": "none", "s3_secret_key": "none"}))
     one = ("prefect_api_url", "prefect_ui_url", "s3_endpoint", "gateway_url", "trainer_url")
     many = ("engine_urls", "session_urls", "sandbox_urls")
     return Services.model_validate(

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from rl360.bench import baseline
+from rl360.bench.peers import verdict_of
 from rl360.bench.rows import Options, Row, at_most, median_of
 from rl360.bench.shape import Shape
 from rl360.bench.trajectory import VERSION, Played, draw, model_dir, new_session, play
 from rl360.config.run import ObjectiveConfig
 from rl360.errors import Rl360Error
-from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
 from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import filter_groups
@@ -140,11 +140,9 @@ def _record(samples: tuple[MergedSample, ...], size: int) -> AttemptRecord:
     return record_of(SampleRef.from_wire(ref.to_wire(), key), samples[0].attempt_id, 1.0)
 
 
-def record_of(ref: SampleRef | None, attempt_id: str, reward: float) -> AttemptRecord:
+def record_of(ref: SampleRef | None, attempt_id: str, reward: float, run: str = RUN) -> AttemptRecord:
     """The record of an attempt that ran well and was verified."""
-    verdict = Verdict(
-        task_id="bench", attempt_id=attempt_id, reward=reward, verifier_digest="ab" * 32, finished_at=1_700_000_320.0
-    )
+    verdict = verdict_of(run, "bench", attempt_id, reward)
     return AttemptRecord(
         attempt_id=attempt_id,
         group_id=attempt_id.rsplit("-a", 1)[0],

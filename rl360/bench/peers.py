@@ -1,7 +1,7 @@
 """What a coordinator talks to, answering at once: `python -m rl360.bench.peers --port P --reference FILE`.
 
 Session server, sandbox server and object store in one: sessions are opened, stored (all with the reference in FILE) and
-closed; `/run` says that the attempt passed or failed; objects are kept in memory, under conditional puts.
+closed; `/run` says, signed, that the attempt passed or failed; objects are kept in memory, under conditional puts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import orjson
 
 from rl360.bench.instant import serve
 from rl360.bench.processes import LOOPBACK
+from rl360.harbor.verdict import Verdict, run_key, sign
 
-VERDICT = {"verifier_digest": "ab" * 32, "finished_at": 1_700_000_320.0, "written_by_verifier": True}
+TOKEN = "0" * 32  # of the coordinator these answer; nothing else knows them
 RAN = {
     "trial_id": "bench",
     "exit_status": "submitted",
@@ -24,6 +25,12 @@ RAN = {
 }
 NOTHING_THERE = b"<Error><Code>NoSuchKey</Code></Error>"
 NOTHING_LISTED = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+def verdict_of(run: str, task_id: str, attempt_id: str, reward: float) -> Verdict:
+    """What the benched verifier says."""
+    said = {"run": run, "task_id": task_id, "attempt_id": attempt_id, "verifier_digest": "ab" * 32}
+    return sign(run_key(TOKEN, run), finished_at=1_700_000_320.0, reward=reward, **said)
 
 
 class Peers:
@@ -50,7 +57,7 @@ class Peers:
         if path.endswith("/store"):
             return {**self._reference, "key": asked["key"]}
         reward = float(asked["attempt_id"].endswith(("0-t0", "2-t0", "4-t0", "6-t0", "8-t0")))
-        verdict = {"task_id": asked["instance_id"], "attempt_id": asked["attempt_id"], "reward": reward, **VERDICT}
+        verdict = verdict_of(asked["run"], asked["instance_id"], asked["attempt_id"], reward).model_dump()
         return {**RAN, "outcome": "passed" if reward else "failed", "reward": reward, "verdict": verdict}
 
     def _object(self, method: bytes, path: bytes, once: bool, body: bytes) -> tuple[bytes, bytes]:

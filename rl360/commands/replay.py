@@ -32,6 +32,7 @@ def replay(
     from rl360.config.freeze import load_frozen
     from rl360.config.services import load_services
     from rl360.errors import BadInput
+    from rl360.harbor.verdict import run_key
     from rl360.replay.steps import manifest_of, replay_task
     from rl360.replay.train import replay_train
     from rl360.store.object_store import ObjectStore
@@ -50,7 +51,7 @@ def replay(
         if name == "train":
             rows = replay_train(store, services, run, step, config.deadlines.train_s)
         else:
-            rows = replay_task(store, config, step, name)
+            rows = replay_task(store, config, step, name, run_key(services.secrets().token, run))
         for row in rows:
             typer.echo(orjson.dumps(row.to_json()).decode() if json else row.line())
             equal = equal and row.equal

@@ -21,7 +21,7 @@ from rl360.errors import BadInput
 from rl360.harbor.outcome import RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_of
 from rl360.harbor.protocol import Cleanup, Phases, RunReply, RunRequest, SandboxLimits
 from rl360.harbor.task import Task, load_task
-from rl360.harbor.verdict import Verdict
+from rl360.harbor.verdict import Verdict, run_key
 from rl360.harbor.verifier import Verification, VerifyOrder, verify
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.sandboxes.provider import (
@@ -154,11 +154,12 @@ def prepare(request: RunRequest, provider: SandboxProvider, agents: Mapping[str,
 
 
 class Runner:
-    """Runs prepared attempts on one provider."""
+    """Runs prepared attempts on one provider. `token`: the deployment's, from which each run's verdict key follows."""
 
-    def __init__(self, provider: SandboxProvider, http: httpx.AsyncClient) -> None:
+    def __init__(self, provider: SandboxProvider, http: httpx.AsyncClient, token: str) -> None:
         self.provider = provider
         self.http = http
+        self._token = token
 
     async def run(self, prepared: Prepared, attempt: Attempt) -> RunReply:
         """Always a reply: a cancelled attempt is torn down like any other and comes back `aborted`."""
@@ -263,12 +264,14 @@ class Runner:
         order = VerifyOrder(
             task=prepared.task,
             workspace=attempt.workspace,
+            run=request.run,
             attempt_id=request.attempt_id,
             name=f"{request_key(request)}-verifier",
             labels=labels_of(request),
             limits=prepared.limits,
             timeout_s=prepared.verifier_timeout_s,
             start_timeout_s=VERIFIER_START_S,
+            key=run_key(self._token, request.run),
         )
         with attempt.timed("verify"):
             try:

@@ -202,7 +202,7 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
         for line in await provider.reap():
             log.warning("left by an earlier server: %s", line)
         async with httpx.AsyncClient(limits=FEW_IDLE, trust_env=False) as http:
-            attempts = Attempts(Runner(provider, http), args.max_concurrent, args.queue_limit)
+            attempts = Attempts(Runner(provider, http, token), args.max_concurrent, args.queue_limit)
             app.state.attempts = attempts
             yield
             await attempts.close()

@@ -14,13 +14,13 @@ import re
 import stat
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl360.errors import Rl360Error
 from rl360.harbor.protocol import SandboxLimits
 from rl360.harbor.task import Task
-from rl360.harbor.verdict import Verdict
+from rl360.harbor.verdict import Verdict, sign
 from rl360.ledger.outcomes import Outcome
 from rl360.sandboxes.provider import (
     SandboxGone,
@@ -44,16 +44,18 @@ class RewardError(Rl360Error):
 
 @dataclass(frozen=True)
 class VerifyOrder:
-    """What to verify, whose it is, and the clocks."""
+    """What to verify, whose it is, and the clocks. `key` signs the verdict: the run's (rl360.harbor.verdict)."""
 
     task: Task
     workspace: Workspace
+    run: str
     attempt_id: str
     name: str
     labels: Mapping[str, str]
     limits: SandboxLimits
     timeout_s: float
     start_timeout_s: float
+    key: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,14 @@ def _verdict(order: VerifyOrder, log: str) -> Verification:
         return Verification(None, Outcome.VERIFIER_ERROR, str(error))
     if reward is None:
         return Verification(None, Outcome.NO_VERDICT, f"test.sh wrote no reward file; {log}")
-    verdict = Verdict(
+    verdict = sign(
+        order.key,
+        run=order.run,
         task_id=order.task.id,
         attempt_id=order.attempt_id,
-        reward=reward,
         verifier_digest=order.task.verifier_digest,
         finished_at=time.time(),
-        written_by_verifier=True,
+        reward=reward,
     )
     return Verification(verdict, None, log)
 

@@ -37,17 +37,17 @@ class Scratch:
         return True
 
 
-Work = Callable[[ObjectStore, RunConfig, int], Produced]
+Work = Callable[[ObjectStore, RunConfig, int, bytes], Produced]  # the last: the run's verdict key
 
 
-def _sample(store: ObjectStore, config: RunConfig, step: int) -> Produced:
+def _sample(store: ObjectStore, config: RunConfig, step: int, _key: bytes) -> Produced:
     """Under the wave size the step was planned with: a resume may have changed it since, or before."""
     planned = step_work.committed(store, config.run, step, "sample_groups").counts["wave_size"]
     rollout = config.rollout.model_copy(update={"wave_size": planned})
     return step_work.sample_groups(store, config.model_copy(update={"rollout": rollout}), step)
 
 
-def _filter(store: ObjectStore, config: RunConfig, step: int) -> Produced:
+def _filter(store: ObjectStore, config: RunConfig, step: int, _key: bytes) -> Produced:
     return step_work.filter_groups(store, config, step, weight_version(store, config.run, step))
 
 
@@ -55,7 +55,7 @@ WORK: dict[str, Work] = {
     "sample_groups": _sample,
     "collect": step_work.collect,
     "filter_groups": _filter,
-    "report": lambda store, config, step: step_work.close_books(store, config, step)[0],
+    "report": lambda store, config, step, _key: step_work.close_books(store, config, step)[0],
 }
 
 
@@ -67,12 +67,12 @@ def manifest_of(store: ObjectStore, run: str, step: int, task: str) -> Manifest:
     return found
 
 
-def replay_task(store: ObjectStore, config: RunConfig, step: int, task: str) -> list[Compared]:
+def replay_task(store: ObjectStore, config: RunConfig, step: int, task: str, verdict_key: bytes) -> list[Compared]:
     """The task's objects and its manifest (what it says of them), stored and recomputed."""
     manifest = manifest_of(store, config.run, step, task)
     scratch = Scratch(store)
     try:
-        produced = WORK[task](cast(Any, scratch), config, step)
+        produced = WORK[task](cast(Any, scratch), config, step, verdict_key)
     except StoreUnavailable:
         raise
     except Rl360Error as error:  # its inputs are not what was committed, or are refused now

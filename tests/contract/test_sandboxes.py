@@ -28,6 +28,7 @@ from scripted_session import Bash, Hang, Say, ScriptedSessions
 from rl360.errors import BadInput, Rl360Error
 from rl360.harbor.check import check_tasks, task_dirs
 from rl360.harbor.protocol import RunReply, SandboxLimits
+from rl360.harbor.verdict import receipt_problem, run_key
 from rl360.sandboxes import cgroups
 from rl360.sandboxes.bubblewrap import BubblewrapProvider, _marked_pids
 from rl360.sandboxes.provider import SandboxGone, SandboxSpec, SandboxStartError
@@ -524,6 +525,8 @@ def test_run_passes_and_fails(server: Server, sessions: ScriptedSessions, task: 
     good = play(server, sessions, task, "good", Bash("cat hint.txt"), Bash("cp hint.txt answer"), Say("done"))
     assert (good.outcome, good.reward, good.exit_status) == ("passed", 1.0, "Submitted")
     assert good.verdict is not None and good.verdict.attempt_id == "good" and good.verdict.task_id == "t/answer"
+    assert receipt_problem(good.verdict, run_key(TOKEN, "tests"), "tests") is None
+    assert receipt_problem(good.verdict, run_key(TOKEN, "other"), "tests") is not None
     assert good.cleanup.confirmed and not good.retryable and good.failure_phase is None
     assert good.agent_metrics["turns"] == 3 and good.agent_metrics["tool_calls"] == 2
     assert all(seconds > 0 for seconds in good.phases.model_dump().values())

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
 from rl360.objective.filters import TrainRow
 from rl360.sessions.routing import RowForward
@@ -21,8 +20,8 @@ from rl360.sessions.sample import (
 )
 from rl360.store.codec import sha256_hex
 from rl360.store.layout import merged_key
+from tests.unit.verdict_data import verdict
 
-DIGEST = "ab" * 32
 OBJECTS: dict[str, bytes] = {}  # the sample objects made here, by their sha256
 
 
@@ -109,11 +108,6 @@ def attempt(
     attempt_id = f"{group_id}-a{index:02}-t0"
     if outcome is None:
         outcome = Outcome.AGENT_TIMEOUT if reward is None else Outcome.PASSED if reward >= 1 else Outcome.FAILED
-    verdict = None
-    if reward is not None:
-        verdict = Verdict(
-            task_id="chores-rename", attempt_id=attempt_id, reward=reward, verifier_digest=DIGEST, finished_at=1.0
-        )
     stored = None
     if sample:
         merged = [sample_of(attempt_id, group_id, leaf=i, **{**sample_args, **own}) for i, own in enumerate(leaves)]
@@ -124,7 +118,7 @@ def attempt(
         task_id="chores-rename",
         try_index=0,
         outcome=outcome,
-        verdict=verdict,
+        verdict=None if reward is None else verdict(attempt_id, reward),
         exit_status="ok" if reward is not None else outcome.value,
         session_id=f"session-{attempt_id}",
         stored=stored,

@@ -30,7 +30,6 @@ from rl360.config.freeze import freeze_config, load_frozen
 from rl360.config.run import PushConfig, RunConfig
 from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, Rl360Error, ServiceError, StoreUnavailable
-from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
 from rl360.objective.advantages import attempt_advantages
 from rl360.sessions.sample import AttemptRecord
@@ -45,6 +44,7 @@ from rl360.weights import push
 from tests.unit.memory_store import MemoryStore
 from tests.unit.objective_data import attempt, sample_of, store_samples
 from tests.unit.sessions_server import session_bench
+from tests.unit.verdict_data import TOKEN, verdict
 
 SYSTEM_USER = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
 
@@ -66,7 +66,7 @@ def free_port() -> int:
 def services_at(tmp_path: Path, **urls: Any) -> Services:
     """Addresses with secrets beside them; whatever is not given leads nowhere."""
     secrets = tmp_path / "secrets.json"
-    secrets.write_text(json.dumps({"token": "t" * 32, "s3_access_key": "a", "s3_secret_key": "b"}))
+    secrets.write_text(json.dumps({"token": TOKEN, "s3_access_key": "a", "s3_secret_key": "b"}))
     secrets.chmod(0o600)
     nowhere = f"http://127.0.0.1:{free_port()}"
     fields: dict[str, Any] = dict.fromkeys(Services.model_fields, nowhere)
@@ -229,9 +229,9 @@ def replies() -> Iterator[ThreadingHTTPServer]:
 
 
 def _run_reply(reward: str) -> bytes:
-    verdict = f'{{"task_id": "chores-rename", "attempt_id": "s000000-g000-a00-t0", "reward": {reward}, '
-    verdict += f'"verifier_digest": "{"ab" * 32}", "finished_at": 1.0}}'
-    text = f'{{"trial_id": "x", "outcome": "passed", "exit_status": "ok", "reward": null, "verdict": {verdict}, '
+    said = verdict("s000000-g000-a00-t0", 1.0, run="r1", token=TOKEN).model_dump_json()
+    said = said.replace('"reward":1.0', f'"reward":{reward}')
+    text = f'{{"trial_id": "x", "outcome": "passed", "exit_status": "ok", "reward": null, "verdict": {said}, '
     return (text + '"cleanup": {"confirmed": true, "evidence": "gone"}}').encode()
 
 
@@ -260,7 +260,7 @@ def test_nan_reward(tmp_path: Path, replies: ThreadingHTTPServer, reward: str) -
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 def test_nan_reward_reaches_no_advantage(reward: float) -> None:
     with pytest.raises(ValueError, match="a reward is a finite number"):
-        Verdict(task_id="t", attempt_id="a", reward=reward, verifier_digest="ab" * 32, finished_at=1.0)
+        verdict("a", reward)
     with pytest.raises(BadInput) as error:
         attempt_advantages(np.array([1.0, reward]), ["g", "g"], ["a0", "a1"])
     one_line(error, "attempt a1: reward is not finite")

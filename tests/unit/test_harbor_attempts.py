@@ -28,7 +28,7 @@ def test_an_attempt_flushed_before_it_began_frees_its_place() -> None:
 
     async def go() -> tuple[Any, int]:
         async with httpx.AsyncClient() as http:
-            attempts = Attempts(Runner(cast(SandboxProvider, NeverStarts()), http), 1, 1)
+            attempts = Attempts(Runner(cast(SandboxProvider, NeverStarts()), http, "t" * 16), 1, 1)
             asked = asyncio.create_task(attempts.submit(request, "", {"bash": bash_agent.run}))
             while not attempts.running:  # noqa: ASYNC110  the moment between made and begun is what is tested
                 await asyncio.sleep(0)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rl360.harbor.outcome import RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_of
-from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA, Outcome
-
-
-def verdict(reward: float) -> Verdict:
-    return Verdict(task_id="t", attempt_id="a", reward=reward, verifier_digest="0" * 64, finished_at=1.0)
+from tests.unit.verdict_data import verdict
 
 
 @pytest.mark.parametrize("status", sorted(VERIFIED_AFTER))
 def test_verdict_wins_over_status(status: ExitStatus) -> None:
-    good, bad = outcome_of(status, verdict(1.0), None), outcome_of(status, verdict(0.5), None)
+    good, bad = outcome_of(status, verdict("a", 1.0), None), outcome_of(status, verdict("a", 0.5), None)
     if status == ExitStatus.LENGTH_LIMIT:
         assert (good, bad) == (Outcome.TRUNCATED, Outcome.TRUNCATED)
     else:

@@ -42,6 +42,7 @@ from rl360.objective.filters import FilterResult, filter_groups
 from rl360.objective.losses import policy_loss
 from rl360.sessions.sample import AttemptRecord
 from tests.unit.objective_data import attempt, sample_at
+from tests.unit.verdict_data import renamed
 
 CONFIG = ObjectiveConfig()
 PLANNED = 8
@@ -78,7 +79,7 @@ def tries() -> list[AttemptRecord]:
 def again(record: AttemptRecord) -> AttemptRecord:
     """The same attempt's second try."""
     name = record.attempt_id.replace("-t0", "-t1")
-    verdict = None if record.verdict is None else record.verdict.model_copy(update={"attempt_id": name})
+    verdict = None if record.verdict is None else renamed(record.verdict, attempt_id=name)
     return replace(record, attempt_id=name, try_index=1, verdict=verdict)
 
 

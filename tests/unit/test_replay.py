@@ -20,6 +20,7 @@ from rl360.cli import main
 from rl360.config import services as services_module
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, Rl360Error, StoreUnavailable
+from rl360.harbor.verdict import run_key
 from rl360.replay import steps as replay_steps
 from rl360.replay import train as replay_train
 from rl360.replay.compare import Compared, compared
@@ -31,6 +32,7 @@ from rl360.store.object_store import ObjectStore
 from tests.unit.ledger_data import PUSH
 from tests.unit.memory_store import MemoryStore
 from tests.unit.objective_data import attempt
+from tests.unit.verdict_data import TOKEN, renamed
 
 GROUPS, SIZE = 3, 2
 CONFIG = RunConfig.parse(
@@ -40,6 +42,7 @@ CONFIG = RunConfig.parse(
         "rollout": {"wave_size": 4},
     }
 )
+KEY = run_key(TOKEN, "demo")
 TRAIN = {"run": "demo", "step": 0, "status": "trained", "version_after": 1, "loss": 0.25, "grad_norm": 1.0}
 TRAIN |= {"trained_samples": 6, "trained_tokens": 36, "loss_weight_sum": 1.0, "weights_digest": "ab" * 32}
 TRAIN |= {"seconds": 3.5, "incarnation": "first", "layout": "dp2-tp1-pp1-ep1-threads1"}
@@ -71,11 +74,11 @@ def finished_step() -> MemoryStore:
             group, index = int(spec.group_id[-3:]), int(spec.slot_id[-2:])
             record = attempt(group, index, float(index), wave=wave)
             assert record.verdict is not None
-            verdict = record.verdict.model_copy(update={"task_id": spec.task_id})
+            verdict = renamed(record.verdict, task_id=spec.task_id)
             records.append(replace(record, task_id=spec.task_id, verdict=verdict))
         table = put_table(s3, wave_key("demo", 0, wave), records)
         commit(store, step_work.wave_task(wave), step_work.Produced([table]))
-    commit(store, "collect", step_work.collect(s3, CONFIG, 0))
+    commit(store, "collect", step_work.collect(s3, CONFIG, 0, KEY))
     # the samples of `attempt` are of version run:0
     commit(store, "filter_groups", step_work.filter_groups(s3, CONFIG, 0, "run:0"))
     trained = put_object(s3, step_key("demo", 0, "train.json"), orjson.dumps(TRAIN))
@@ -94,7 +97,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 
 
 def replayed(store: MemoryStore, task: str, config: RunConfig = CONFIG) -> list[Compared]:
-    return replay_task(cast(Any, store), config, 0, task)
+    return replay_task(cast(Any, store), config, 0, task, KEY)
 
 
 def change(store: MemoryStore, name: str, edit: Any, *, manifest: str = "") -> None:
@@ -222,7 +225,8 @@ def test_a_process_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_the_command(store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(services_module, "load_services", lambda: None)
+    services = SimpleNamespace(secrets=lambda: SimpleNamespace(token=TOKEN))
+    monkeypatch.setattr(services_module, "load_services", lambda: services)
     monkeypatch.setattr(ObjectStore, "from_services", lambda _services: store)
     answers = {"result": dict(TRAIN)}
     monkeypatch.setattr(replay_train, "take_step", lambda *_: answers)

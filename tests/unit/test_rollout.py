@@ -25,6 +25,7 @@ from rl360.store.codec import pack
 from tasks.launch_waves import waves_at_once
 from tasks.roll_out import gravest
 from tests.unit.objective_data import sample_of, store_samples
+from tests.unit.verdict_data import TOKEN, verdict
 
 SPEC = AttemptSpec("s000000-g000-a00", "s000000-g000", "hello", "/tasks/hello", "d")
 GONE = "http://127.0.0.1:9"
@@ -37,12 +38,12 @@ UNMERGED: tuple[int, dict] = (
 )
 
 
-def run_reply(outcome: str) -> dict:
+def run_reply(outcome: str, token: str = TOKEN) -> dict:
     cleanup = {"confirmed": True, "evidence": "seen"}
     reply: dict = {"trial_id": "1", "outcome": outcome, "exit_status": "x", "cleanup": cleanup}
     if outcome == "passed":
-        verdict = {"task_id": "hello", "attempt_id": "s000000-g000-a00-t0", "reward": 1.0}
-        reply |= {"verdict": verdict | {"verifier_digest": "ab" * 32, "finished_at": 1.0}, "reward": 1.0}
+        said = verdict("s000000-g000-a00-t0", 1.0, task_id="hello", token=token)
+        reply |= {"verdict": said.model_dump(), "reward": 1.0}
     return reply
 
 
@@ -111,7 +112,7 @@ def server(
 
 
 def services_at(home: Path, sandbox: str, sessions: str) -> Services:
-    (home / "secrets.json").write_text(json.dumps({"token": "t" * 16, "s3_access_key": "a", "s3_secret_key": "b"}))
+    (home / "secrets.json").write_text(json.dumps({"token": TOKEN, "s3_access_key": "a", "s3_secret_key": "b"}))
     (home / "secrets.json").chmod(0o600)
     urls = dict.fromkeys(("prefect_api_url", "prefect_ui_url", "s3_endpoint", "gateway_url", "trainer_url"), GONE)
     return Services(
@@ -236,6 +237,24 @@ def test_a_request_that_can_never_work_stops_the_step(tmp_path: Path, status: in
     with server((status, {"error": "Dockerfile needs an image"})) as (url, asked), refusal:
         roll_out(tmp_path, url)
     assert asked.count("/run") == 1
+
+
+def test_a_verdict_that_the_runs_verifier_did_not_sign_stops_the_step(tmp_path: Path) -> None:
+    """Nothing of it is recorded: a record is written once, and would be refused by every later collect."""
+    refusal = pytest.raises(
+        BadInput, match=r"/run: verdict of attempt s000000-g000-a00-t0 is not signed by the verifier"
+    )
+    with server((200, run_reply("passed", token="u" * 16)), stored=(200, stored_at(KEY))) as (url, _), refusal:
+        roll_out(tmp_path, url)
+
+
+def test_a_verdict_without_a_signature_is_none(tmp_path: Path) -> None:
+    reply = run_reply("passed")
+    del reply["verdict"]["signature"]
+    with server((200, reply), stored=(200, stored_at(KEY))) as (url, _):
+        (record,) = roll_out(tmp_path, url)
+    assert (record.outcome, record.verdict) == (Outcome.UNCLASSIFIED, None)
+    assert "malformed" in record.detail and "signature" in record.detail
 
 
 def test_a_full_queue_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

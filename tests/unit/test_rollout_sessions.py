@@ -29,6 +29,7 @@ from rl360.training.results import read_samples
 from tests.unit.memory_store import MemoryStore
 from tests.unit.sessions_data import VERSION, template
 from tests.unit.sessions_server import TOKEN, Bench, session_bench
+from tests.unit.verdict_data import verdict
 
 GROUP = "s000000-g000"
 FIRST = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
@@ -55,10 +56,13 @@ def agent(requests: list[dict[str, Any]]) -> Iterator[str]:
                 reply = httpx.post(f"{asked['base_url']}/chat/completions", json=body)
                 assert reply.status_code == 200, reply.text
             reward = float(asked["attempt_id"].endswith("a00-t0"))
-            verdict = {"task_id": "hello", "attempt_id": asked["attempt_id"], "reward": reward}
-            verdict |= {"verifier_digest": "ab" * 32, "finished_at": 1.0}
+            said = verdict(asked["attempt_id"], reward, task_id="hello", run=asked["run"], token=TOKEN)
             answer = {"trial_id": "1", "outcome": "passed" if reward else "failed", "exit_status": "Submitted"}
-            answer |= {"cleanup": {"confirmed": True, "evidence": "seen"}, "verdict": verdict, "reward": reward}
+            answer |= {
+                "cleanup": {"confirmed": True, "evidence": "seen"},
+                "verdict": said.model_dump(),
+                "reward": reward,
+            }
             return json.dumps(answer).encode()
 
         def log_message(self, *_: object) -> None:

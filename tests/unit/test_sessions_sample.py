@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from rl360.errors import BadInput, CorruptObject
-from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import DROPPED, HAS_VERDICT, Outcome
 from rl360.sessions.routing import RowForward
 from rl360.sessions.sample import AttemptRecord, LeafCounts, MergedSample, SampleRef, decode_samples, encode_samples
 from rl360.store.codec import pack, unpack
+from tests.unit.verdict_data import verdict
 
 KEY = "r1/steps/000000/merged/0000/s000000-g000-a00-t0.msgpack"
 ATTEMPT = "s000000-g000-a00-t0"
@@ -324,18 +324,13 @@ def test_a_reference_that_does_not_hold_is_refused(change: Callable[[dict[str, A
 
 
 def record(reward: float | None = 1.0, stored: SampleRef | None = None, **changes: Any) -> AttemptRecord:
-    verdict = None
-    if reward is not None:
-        verdict = Verdict(
-            task_id="hello", attempt_id=ATTEMPT, reward=reward, verifier_digest="ab" * 32, finished_at=1.0
-        )
     fields: dict[str, Any] = {
         "attempt_id": ATTEMPT,
         "group_id": "s000000-g000",
         "task_id": "hello",
         "try_index": 0,
         "outcome": Outcome.AGENT_TIMEOUT if reward is None else Outcome.PASSED,
-        "verdict": verdict,
+        "verdict": None if reward is None else verdict(ATTEMPT, reward, task_id="hello"),
         "exit_status": "ok",
         "session_id": "session",
         "stored": stored,

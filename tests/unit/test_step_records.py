@@ -4,6 +4,7 @@ that nothing in the flow ever reads a sample."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from rl360.agents.records import put_table, read_table, refuse_unplanned
 from rl360.agents.rollout import AttemptSpec
 from rl360.config.run import RunConfig
 from rl360.errors import CorruptObject
+from rl360.harbor.verdict import run_key
 from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import Decision
 from rl360.sessions.sample import AttemptRecord
@@ -27,9 +29,11 @@ from tasks import roll_out as roll_out_task
 from tasks.durable import Job
 from tests.unit.memory_store import MemoryStore
 from tests.unit.objective_data import OBJECTS, attempt
+from tests.unit.verdict_data import TOKEN, renamed
 
 GROUPS, SIZE = 3, 2
 CONFIG = RunConfig.parse({"run": "demo"})
+VERDICTS = run_key(TOKEN, "demo")
 RECORDS = [
     attempt(group, index, float(index), wave=group, leaves=[{}, {}] if group == 1 else [{}])
     for group in range(GROUPS)
@@ -77,7 +81,7 @@ def rolled_out(records: list[AttemptRecord] = RECORDS) -> MemoryStore:
 
 def test_the_flow_reads_no_sample_and_the_trainer_reads_each_once() -> None:
     store = rolled_out()
-    collected = collect(cast(Any, store), CONFIG, 0)
+    collected = collect(cast(Any, store), CONFIG, 0, VERDICTS)
     commit(store, "collect", collected)
     filtered = filter_groups(cast(Any, store), CONFIG, 0, "run:0")
     commit(store, "filter_groups", filtered)
@@ -105,12 +109,38 @@ def test_the_flow_reads_no_sample_and_the_trainer_reads_each_once() -> None:
 
 def test_a_step_that_lost_every_session_is_collected_too() -> None:
     lost = [replace(LOST, attempt_id=r.attempt_id, group_id=r.group_id) for r in RECORDS]
-    assert collect(cast(Any, rolled_out(lost)), CONFIG, 0).counts == {
+    assert collect(cast(Any, rolled_out(lost)), CONFIG, 0, VERDICTS).counts == {
         "session_lost": 6,
         "attempts": 6,
         "stored": 0,
         "sampled_tokens": 0,
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"reward": 1.0}, "is not signed by the verifier of run demo: changed since, or of another deployment's token"),
+        ({"run": "other"}, "is of run 'other', not of 'demo'"),
+    ],
+)
+def test_a_record_whose_verdict_is_no_receipt_is_refused(changes: dict[str, Any], why: str) -> None:
+    """RECORDS[0] failed; somebody made a pass of it in the store, or brought another run's verdict."""
+    verdict = RECORDS[0].verdict
+    assert verdict is not None
+    forged = replace(RECORDS[0], verdict=verdict.model_copy(update=changes))
+    with pytest.raises(
+        CorruptObject, match=re.escape(f"waves/0000.msgpack: verdict of attempt {forged.attempt_id} {why}")
+    ):
+        collect(cast(Any, rolled_out([forged, *RECORDS[1:]])), CONFIG, 0, VERDICTS)
+
+
+def test_a_verdict_that_another_run_signed_does_not_count() -> None:
+    verdict = RECORDS[0].verdict
+    assert verdict is not None
+    taken = replace(RECORDS[0], verdict=renamed(verdict, run="other").model_copy(update={"run": "demo"}))
+    with pytest.raises(CorruptObject, match="is not signed by the verifier of run demo"):
+        collect(cast(Any, rolled_out([taken, *RECORDS[1:]])), CONFIG, 0, VERDICTS)
 
 
 def foreign_key(record: AttemptRecord, key: str) -> AttemptRecord:
@@ -158,10 +188,10 @@ def test_a_table_that_is_not_the_plan_is_refused(
 @pytest.mark.parametrize(
     ("wire", "match"),
     [
-        ({"schema_version": 1, "attempts": []}, "table schema 1, this rl360 reads 2"),
-        ({"schema_version": 2}, "has no list of attempts"),
+        ({"schema_version": 1, "attempts": []}, "table schema 1, this rl360 reads 3"),
+        ({"schema_version": 3}, "has no list of attempts"),
         ([], "table schema 'list'"),
-        ({"schema_version": 2, "attempts": [{"schema_version": 1}]}, "attempt schema version 1, this rl360 reads 2"),
+        ({"schema_version": 3, "attempts": [{"schema_version": 1}]}, "attempt schema version 1, this rl360 reads 2"),
     ],
 )
 def test_what_is_no_table_is_refused_by_name(wire: Any, match: str) -> None:
