@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import orjson
 import pytest
@@ -214,6 +217,28 @@ def test_other_threads_go_on_while_long_text_is_encoded() -> None:
         time.sleep(0.001)
         ticks += 1
     assert ticks >= 10
+
+
+def test_few_long_texts_are_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = family_template("qwen3")
+    running: list[int] = []
+    most = []
+
+    class Slow:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+            running.append(1)
+            most.append(len(running))
+            time.sleep(0.02)
+            running.pop()
+            return [SimpleNamespace(ids=[len(texts[0])])]
+
+    monkeypatch.setattr(template, "_tokenizer", Slow())
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(template.encode, ["x" * 300_000] * 8)) == [[300_000]] * 8
+        assert max(most) <= 2
+        most.clear()
+        list(pool.map(template.encode, ["x"] * 8))
+    assert max(most) > 2
 
 
 def test_glm4_arguments_follow_the_schema() -> None:
