@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
+import numpy as np
 import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -42,7 +43,7 @@ from rl360.sessions.openapi import ENDPOINTS, Endpoint, document, page
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.registry import Held, Registry
 from rl360.sessions.sample import LeafCounts, SampleRef, encode_samples
-from rl360.sessions.turns import PreparedTurn, Request, Turn
+from rl360.sessions.turns import Plan, PreparedTurn, Request, Turn
 from rl360.sessions.upstream import Upstream
 from rl360.sessions.wire import AgentRequest
 from rl360.store.layout import merged_key
@@ -60,6 +61,7 @@ _EVICT_EVERY_S = 15.0
 _JSON = b"application/json"
 _KEY = re.compile(r"([^/]+)/steps/(\d{6,9})/merged/(\d{4,6})/[^/]+\.msgpack", re.ASCII)
 _Model = TypeVar("_Model", bound=BaseModel)
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -77,7 +79,9 @@ class Call:
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.scope["headers"] if key == name), b"")
 
-    async def unless_gone(self, work: Coroutine[Any, Any, Turn], running: set[asyncio.Task[Turn]]) -> Turn | None:
+    async def unless_gone(
+        self, work: Coroutine[Any, Any, _Result], running: set[asyncio.Task[_Result]]
+    ) -> _Result | None:
         """The result of `work`, or None when the client went away first: then it is cancelled and its end awaited.
         It is one of `running` until it ends."""
         task = asyncio.ensure_future(work)
@@ -211,23 +215,30 @@ class Service:
 
     async def _prepare(self, session: Session, request: Request, asked: dict[str, Any] | None = None) -> PreparedTurn:
         plan = session.plan(request, asked)
+        return session.assemble(plan, await self._render(session, plan))
+
+    async def _render(self, session: Session, plan: Plan) -> np.ndarray:
         if sum(len(message.content) for message in plan.new_messages) > _RENDER_IN_THREAD_BYTES:
-            delta = await asyncio.to_thread(session.render, plan)
-        else:
-            delta = session.render(plan)
-        return session.assemble(plan, delta)
+            return await asyncio.to_thread(session.render, plan)
+        return session.render(plan)
 
     async def count_tokens(self, call: Call) -> Reply:
         """Of a body that continues the session the ids it would send, of any other those of its own prompt."""
         with self._request(call) as held:
             asked = anthropic.read_messages(await self.read_body(call, held))
             request = _read(held.session, asked)
-            try:
-                count = len((await self._prepare(held.session, request)).input_ids)
-            except SessionRefusal:
-                prompt = (request.messages, request.tools, held.session.spec.thinking)
-                count = len(await asyncio.to_thread(self.template.render_prompt, *prompt))
+            count = await call.unless_gone(self._count(held.session, request), set())
+            if count is None:
+                raise _Gone
             return Reply(orjson.dumps({"input_tokens": count}))
+
+    async def _count(self, session: Session, request: Request) -> int:
+        try:
+            plan = session.plan(request)
+        except SessionRefusal:
+            prompt = (request.messages, request.tools, session.spec.thinking)
+            return len(await asyncio.to_thread(self.template.render_prompt, *prompt))
+        return plan.held + len(await self._render(session, plan))
 
     async def models(self, call: Call) -> Reply:
         self.registry.get(call.session_id)

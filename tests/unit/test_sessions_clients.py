@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import orjson
 import pytest
@@ -346,3 +349,27 @@ def test_counting_tokens_changes_nothing_and_needs_no_history(bench: Bench) -> N
     assert state_of(bench.service.registry.get(session_id).session) == before
     assert bench.say(session_id, longer).status_code == 409
     assert bench.service.registry.get(session_id).session.requests_after_cut == 1
+
+
+def test_a_count_is_rendered_once_and_given_up_when_nobody_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    session_id, _ = bench.create(max_seq_len=64)
+    path = f"/sessions/{session_id}/v1/messages/count_tokens"
+    long = {"messages": [{"role": "user", "content": "x" * 100_000}]}
+    render, calls, go = bench.service.template.render_prompt, [], threading.Event()
+
+    def slow(*args: Any) -> Any:
+        calls.append(args)
+        go.wait(10)
+        return render(*args)
+
+    monkeypatch.setattr(bench.service.template, "render_prompt", slow)
+    with pytest.raises(httpx.ReadTimeout):
+        bench.http.post(path, json=long, timeout=0.5)
+    deadline = time.monotonic() + 5
+    while bench.service.registry.in_flight and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (bench.service.registry.in_flight, go.is_set()) == (0, False)
+    go.set()
+    calls.clear()
+    assert bench.http.post(path, json=long).json()["input_tokens"] > 64
+    assert len(calls) == 1
