@@ -21,7 +21,7 @@ from rl360.store.manifest import ObjectRef, get_object, put_object
 from rl360.store.object_store import ObjectStore
 
 TABLE_SCHEMA = 3
-WRITE_EVERY_S = 1.0
+WRITE_EVERY_S = 0.5
 
 
 class RecordLog:
