@@ -108,6 +108,7 @@ def filter_groups(store: ObjectStore, config: RunConfig, step: int, weight_versi
         max_seq_len=config.rollout.max_seq_len,
         loss_constant=config.loss_constant,
         routing_replay=config.trainer.routing_replay,
+        score_timeouts=config.rollout.unverified_timeout == "score_zero",
     )
     ref = put_object(store, step_key(config.run, step, "filter.msgpack"), pack(result.to_wire(config.run, step)))
     reasons = Counter(str(decision.bucket) for decision in result.decisions)

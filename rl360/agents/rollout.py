@@ -80,6 +80,8 @@ class RolloutClient:
         self.wave = wave
         self.weight_version = weight_version
         self._verdict_key = run_key(services.secrets().token, config.run)
+        scored = {Outcome.AGENT_TIMEOUT} if config.rollout.unverified_timeout == "score_zero" else set()
+        self._counted = HAS_VERDICT | scored  # outcomes that enter a baseline
         headers = services.auth_headers()
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
@@ -115,8 +117,8 @@ class RolloutClient:
                 unmerged = _unmerged_tokens(lost.answer)
                 if unmerged is not None:
                     detail = detail or lost.detail
-                elif outcome in HAS_VERDICT:
-                    # what it sampled is unknown: nothing of it can be in the books, its reward neither
+                elif outcome in self._counted:
+                    # what it sampled is unknown: nothing of it can be in the books, its reward or score neither
                     outcome, detail = lost.outcome, lost.detail
         verdict = reply.verdict if reply is not None and outcome in HAS_VERDICT else None
         return AttemptRecord(

@@ -71,6 +71,9 @@ class RolloutConfig(_Section):
     infra_retries: int = Field(
         1, ge=0, le=10, description="new tries of an attempt that infrastructure lost", json_schema_extra=OPERATIONAL
     )
+    unverified_timeout: Literal["mask", "score_zero"] = Field(
+        "mask", description="an agent_timeout without a verdict: infrastructure, or scored 0 as the policy's fault"
+    )
 
 
 class SandboxConfig(_Section):
@@ -150,6 +153,12 @@ class ObjectiveConfig(_Section):
     )
     normalize_std: bool = Field(False, description="divide grpo advantages by the group's standard deviation")
     disagreement_rtol: float = Field(1e-6, ge=0, description="rewards this close (relative) count as equal")
+    format_error_penalty: float = Field(
+        0.0, ge=0, lt=1, description="taken off the reward of a pass that made malformed tool calls"
+    )
+    filter_on: Literal["raw", "shaped"] = Field(
+        "raw", description="rewards that must disagree: as the verifier wrote them, or after the penalty"
+    )
     loss: Literal["ppo", "gspo", "cispo"] = Field(
         "ppo", description="clipped ratio of a token, clipped ratio of a sequence, or clipped detached weight"
     )
@@ -230,6 +239,10 @@ class ObjectiveConfig(_Section):
             (
                 low is not None and low >= self.correction_high,
                 f"correction_low {low} is not below correction_high {self.correction_high}",
+            ),
+            (
+                self.filter_on == "shaped" and not self.format_error_penalty,
+                "filter_on shaped says nothing without format_error_penalty",
             ),
             (
                 self.normalize_std and self.estimator != "grpo",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl360.errors import Rl360Error
-from rl360.ledger.outcomes import HAS_VERDICT, Bucket
+from rl360.ledger.outcomes import HAS_VERDICT, Bucket, Outcome
 
 if TYPE_CHECKING:
     from rl360.ledger.step import AttemptRow, StepLedger
@@ -79,6 +79,11 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
     verdicts = sum(row.outcome in HAS_VERDICT for row in rows)
     rewards = sum(row.reward is not None for row in rows)
     yield _equal("a reward exactly where a verdict is", "rewards", rewards, "verdicts", verdicts, fault)
+    timeouts = sum(row.score is not None and row.outcome is Outcome.AGENT_TIMEOUT for row in rows)
+    scores = sum(row.score is not None for row in rows)
+    fault = _first(rows, _oddly_scored)
+    name = "a score of every reward, else of scored timeouts"
+    yield _equal(name, "scores", scores, "verdicts and scored timeouts", verdicts + timeouts, fault)
 
     booked = sum(sum(row.tokens.values()) for row in rows)
     sampled = sum(row.sampled_tokens for row in rows)
@@ -101,6 +106,13 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
         yield _equal("nothing trained, no optimizer step", "optimizer steps", steps, "expected", 0)
     again = sorted(set(ledger.trained_ids) & set(trained_before))
     yield _equal("trained once", "trained in an earlier step too", len(again), "allowed", 0, again[0] if again else "")
+
+
+def _oddly_scored(row: AttemptRow) -> bool:
+    """Shaping only takes from a reward; without one the only score is a timeout's 0."""
+    if row.reward is None:
+        return row.score not in (None, 0.0)
+    return row.score is None or row.score > row.reward
 
 
 def _engine_check(rows: tuple[AttemptRow, ...]) -> Check:

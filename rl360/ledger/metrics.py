@@ -50,9 +50,9 @@ def sampled_tokens(ledger: StepLedger) -> int:
 def group_fates(ledger: StepLedger) -> dict[str, str]:
     """What became of each group, by group id: one of `GROUP_FATES`.
 
-    A group that trained at least one attempt is `trained`. One whose verdicts agreed is named by the reward they
-    agreed on: `all_pass` (>= 1), `all_fail` (<= 0) or `agree_between`. `insufficient_valid` had one verdict, `infra`
-    none; `dropped` disagreed but none of its samples could train (stale, over length, broken).
+    A group that trained at least one attempt is `trained`. One that agreed is named by its highest reward (a scored
+    timeout counts as 0): `all_pass` (>= 1), `all_fail` (<= 0) or `agree_between`. `insufficient_valid` had one score,
+    `infra` none; `dropped` disagreed but none of its samples could train (stale, over length, broken).
     """
     groups: dict[str, list[AttemptRow]] = defaultdict(list)
     for row in ledger.attempts:
@@ -67,15 +67,20 @@ def group_counts(ledger: StepLedger) -> dict[str, int]:
 
 
 def reward_metrics(ledger: StepLedger) -> dict[str, Any]:
-    """Reward before and after the filter, and the share of attempts that have none."""
+    """Reward before and after the filter, what was trained on in its place, and the share of attempts that have none.
+    Means of rewards are over verdicts alone; what the run's policy scored is counted apart."""
     valid = [row for row in ledger.attempts if row.reward is not None]
+    scored = [row for row in ledger.attempts if row.score is not None]
     domains: dict[str, list[float]] = defaultdict(list)
     for row in valid:
         domains[row.domain].append(row.reward or 0.0)
     return {
         "unfiltered_mean_valid": mean([row.reward or 0.0 for row in valid]),
         "kept_mean": mean([row.reward or 0.0 for row in valid if row.trains]),
-        "infra_rate": _share(len(ledger.attempts) - len(valid), len(ledger.attempts)),
+        "kept_mean_score": mean([row.score or 0.0 for row in scored if row.trains]),
+        "penalised": sum(row.score != row.reward for row in valid),
+        "timeouts_scored": len(scored) - len(valid),
+        "infra_rate": _share(len(ledger.attempts) - len(scored), len(ledger.attempts)),
         "by_domain": {domain: mean(rewards) for domain, rewards in sorted(domains.items())},
     }
 
@@ -90,7 +95,7 @@ def losses_by_cause(ledger: StepLedger) -> list[dict[str, Any]]:
     """What infrastructure cost: per infra outcome the attempts, their seconds and their sampled tokens, worst first."""
     rows: dict[Outcome, list[AttemptRow]] = defaultdict(list)
     for row in ledger.attempts:
-        if row.outcome in INFRA:
+        if row.outcome in INFRA and row.score is None:
             rows[row.outcome].append(row)
     causes = [
         {
@@ -119,11 +124,13 @@ def attempt_bars(ledger: StepLedger) -> dict[str, int]:
     """Every attempt in one of the classes the picture stacks; sums to the number of attempts.
 
     `trained_pass` and `trained_fail` trained (a pass is a reward >= 1); `all_pass` and `all_fail` are valid attempts of
-    groups that agreed there; `infra` has no verdict; `other` is valid and dropped for another reason.
+    groups that agreed there; `timeout_scored` has no verdict and a score, trained or not; `infra` has neither; `other`
+    is valid and dropped for another reason.
     """
     fates = group_fates(ledger)
     bars = Counter(_bar(row, fates[row.group_id]) for row in ledger.attempts)
-    return {name: bars[name] for name in ("trained_pass", "trained_fail", "all_pass", "all_fail", "other", "infra")}
+    names = ("trained_pass", "trained_fail", "all_pass", "all_fail", "other", "timeout_scored", "infra")
+    return {name: bars[name] for name in names}
 
 
 def step_json(ledger: StepLedger) -> dict[str, Any]:
@@ -180,16 +187,16 @@ def _fate(rows: Sequence[AttemptRow]) -> str:
     if Bucket.TRAINED in buckets:
         return "trained"
     if Bucket.ZERO_DISAGREEMENT in buckets:
-        reward = max(row.reward for row in rows if row.reward is not None)
+        reward = max(FAIL_REWARD if row.reward is None else row.reward for row in rows if row.score is not None)
         return "all_pass" if reward >= PASS_REWARD else "all_fail" if reward <= FAIL_REWARD else "agree_between"
     if Bucket.INSUFFICIENT_VALID in buckets:
         return "insufficient_valid"
-    return "dropped" if any(row.reward is not None for row in rows) else "infra"
+    return "dropped" if any(row.score is not None for row in rows) else "infra"
 
 
 def _bar(row: AttemptRow, fate: str) -> str:
     if row.reward is None:
-        return "infra"
+        return "infra" if row.score is None else "timeout_scored"
     if row.trains:
         return "trained_pass" if row.reward >= PASS_REWARD else "trained_fail"
     return fate if fate in ("all_pass", "all_fail") else "other"

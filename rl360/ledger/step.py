@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rl360.objective.filters import Decision
     from rl360.sessions.sample import AttemptRecord, LeafCounts
 
-LEDGER_SCHEMA = 2
+LEDGER_SCHEMA = 3
 # Ids sent with an attempt's turns and those of them the engine held in its cache; rows of routed experts, those of them
 # that a decode step wrote, and those whose cache a later forward had to rebuild.
 FORWARD_COUNTS = ("prompt_tokens", "cached_tokens", "routing_rows", "decode_rows", "reprefilled_rows")
@@ -38,6 +38,8 @@ class AttemptRow:
     tokens: sampled tokens by bucket, sums to `sampled_tokens`; context: ids under no loss mask, by prompt (before a
     sample's first trained id) and observation (after it).
     forwards: what the engine did for it, by `FORWARD_COUNTS`, zero counts left out.
+    reward: the verifier's, None without a verdict. score: what its advantage was computed from: the reward, shaped;
+    0 of a timeout that the run scores; None of what infrastructure lost.
     token_weight: the loss weight of each of its trained tokens (rl360.objective.reductions), None when it trains
     nothing; `loss_weight` is their sum. agent_tokens: what the engine's replies to the agent added up to, None when
     the attempt reported none.
@@ -52,6 +54,7 @@ class AttemptRow:
     exit_status: str
     bucket: Bucket
     reward: float | None
+    score: float | None
     advantage: float | None
     sampled_tokens: int
     tokens: dict[Bucket, int]
@@ -264,6 +267,7 @@ def _row(record: AttemptRecord, decision: Decision) -> AttemptRow:
         exit_status=record.exit_status,
         bucket=decision.bucket,
         reward=reward,
+        score=decision.score,
         advantage=decision.advantage,
         sampled_tokens=record.sampled_tokens,
         tokens=dict(decision.tokens),

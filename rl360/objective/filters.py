@@ -3,22 +3,27 @@
 Contract: each attempt gets exactly one `Decision`, each of its samples (leaves) exactly one reason (a `Bucket`), and
 the decision's token counts sum to what the attempt sampled. Rules, first match wins:
 
-    no verdict                                  infra
-    verdict but no merged sample                prefix_break        (its reward still counts for the group)
+    no score                                    infra
+    a score but no merged sample                prefix_break        (its score still counts for the group)
     sampled under another version, or with      stale               (same)
     other parameters than the run's
     more tokens than `max_seq_len`              over_length         (same)
     replay of routing, and not a row of it      routing_misaligned  (same)
     for every token but the last
-    fewer than two verdicts in the scope        insufficient_valid
-    all verdicts of the scope agree             zero_disagreement
+    fewer than two scores in the scope          insufficient_valid
+    all rewards of the scope agree              zero_disagreement
     nothing sampled is left under the mask      the first bucket of what its session dropped
     otherwise                                   trained; what its session dropped (a cut, a rewritten history, a lost
                                                 race, a refused reply): the bucket the session booked it in
 
 The scope is what the baseline is a mean of: the group, or with the estimator `reinforce_pp` the step.
-"Valid" means *has a verdict* and nothing else, so a baseline never depends on what infra did to others, and an attempt
-counts in it once, however many leaves it has; each leaf trains with its attempt's advantage and its weight in the loss.
+The score is what advantages are computed from, kept beside the reward, which only a verifier writes: the reward, less
+`format_error_penalty` for a pass with malformed tool calls; or 0 for a timeout without a verdict, in a run that scores
+those (`rollout.unverified_timeout`). `_score` alone makes it. Rewards agree or not as the verifier wrote them, or as
+scored with `filter_on: shaped`.
+"Valid" means *has a score* (a verdict, unless timeouts are scored) and nothing else, so a baseline never depends on
+what infra did to others, and an attempt counts in it once, however many leaves it has; each leaf trains with its
+attempt's advantage and its weight in the loss.
 Truncated attempts are valid and train up to the cut. Kept samples come out sorted by attempt id and leaf: the batch,
 and with it every floating-point sum, is the same whatever order attempts arrived in and however many failed.
 """
@@ -33,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl360.errors import BadInput
+from rl360.ledger.metrics import PASS_REWARD
 from rl360.ledger.outcomes import HAS_VERDICT, Bucket, Outcome
 from rl360.objective.advantages import attempt_advantages, group_index, scopes
 from rl360.objective.reductions import token_weights
@@ -41,7 +47,8 @@ if TYPE_CHECKING:
     from rl360.config.run import ObjectiveConfig
     from rl360.sessions.sample import AttemptRecord, LeafCounts
 
-BATCH_SCHEMA = 3
+BATCH_SCHEMA = 4
+FORMAT_ERRORS = "format_errors"  # what an agent calls the tool calls it could not carry out
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class TrainRow:
 class Decision:
     """What became of one attempt. `leaves`: the reason of each of its samples, `bucket` that of the attempt: trained
     when one of them is, else the first one's. `tokens`: sampled tokens by bucket, summing to what it sampled.
+    `reward`: the verifier's, None without a verdict. `score`: what its advantage is computed from, None for infra.
     `token_weight`: of each of its trained tokens in the step's loss, None when it trains none."""
 
     attempt_id: str
@@ -72,6 +80,7 @@ class Decision:
     outcome: Outcome
     bucket: Bucket
     reward: float | None
+    score: float | None
     advantage: float | None
     leaves: tuple[Bucket, ...] = ()
     tokens: dict[Bucket, int] = field(default_factory=dict)
@@ -96,6 +105,7 @@ class Decision:
             "outcome": self.outcome.value,
             "bucket": self.bucket.value,
             "reward": self.reward,
+            "score": self.score,
             "advantage": self.advantage,
             "leaves": [bucket.value for bucket in self.leaves],
             "tokens": {bucket.value: count for bucket, count in self.tokens.items()},
@@ -110,6 +120,7 @@ class Decision:
             outcome=Outcome(wire["outcome"]),
             bucket=Bucket(wire["bucket"]),
             reward=wire["reward"],
+            score=wire["score"],
             advantage=wire["advantage"],
             leaves=tuple(Bucket(name) for name in wire["leaves"]),
             tokens={Bucket(name): int(count) for name, count in wire["tokens"].items()},
@@ -153,34 +164,38 @@ def filter_groups(
     max_seq_len: int,
     loss_constant: float | None = None,
     routing_replay: bool = False,
+    score_timeouts: bool = False,
 ) -> FilterResult:
     """Decide about every attempt of a step.
 
     expected_version: the weight version this step samples from; a sample with ids of another one is stale.
     loss_constant: divisor of the reduction `constant`, which the other reductions have no use for.
     routing_replay: the trainer replays routed experts, so a sample without them cannot train.
+    score_timeouts: an agent_timeout without a verdict is scored 0 instead of being infrastructure.
     Refuses (BadInput) duplicated attempt ids, missing group ids, and records that contradict themselves.
     """
     ordered = sorted(attempts, key=lambda attempt: attempt.attempt_id)
     _refuse_malformed(ordered)
-    valid = [attempt for attempt in ordered if attempt.verdict is not None]
-    rewards = np.array([a.verdict.reward for a in valid if a.verdict is not None], dtype=np.float64)
-    group_ids = [attempt.group_id for attempt in valid]
-    names = [attempt.attempt_id for attempt in valid]
+    score_of = {a.attempt_id: s for a in ordered if (s := _score(a, config.format_error_penalty, score_timeouts))}
+    names = list(score_of)
+    group_ids = [attempt.group_id for attempt in ordered if attempt.attempt_id in score_of]
+    raw, shaped = np.array([*score_of.values()], dtype=np.float64).reshape(-1, 2).T.copy()
     advantages = attempt_advantages(
-        rewards, group_ids, names, estimator=config.estimator, normalize_std=config.normalize_std
+        shaped, group_ids, names, estimator=config.estimator, normalize_std=config.normalize_std
     )
     advantage_of = {name: float(value) for name, value in zip(names, advantages, strict=True)}
     scope_of = dict(zip(names, scopes(config.estimator, group_ids), strict=True))
-    reasons = _scope_reasons(rewards, list(scope_of.values()), config.disagreement_rtol)
+    compared = raw if config.filter_on == "raw" else shaped
+    reasons = _scope_reasons(compared, list(scope_of.values()), config.disagreement_rtol)
 
     decisions: list[Decision] = []
     totals: Counter[Bucket] = Counter()
     for attempt in ordered:
         name = attempt.attempt_id
-        reason = Bucket.INFRA if attempt.verdict is None else reasons.get(scope_of[name])
+        score = score_of[name][1] if name in score_of else None
+        reason = Bucket.INFRA if score is None else reasons.get(scope_of[name])
         own = [_leaf_reason(leaf, expected_version, max_seq_len, routing_replay) for leaf in _leaves(attempt)]
-        decisions.append(_decide(attempt, reason, advantage_of.get(name), own))
+        decisions.append(_decide(attempt, reason, score, advantage_of.get(name), own))
         totals.update(decisions[-1].tokens)
     weights = token_weights(
         config.reduction, [decision.tokens.get(Bucket.TRAINED, 0) for decision in decisions], loss_constant
@@ -193,8 +208,29 @@ def filter_groups(
     return FilterResult(tuple(decisions), tuple(kept), dict(totals))
 
 
+def _score(attempt: AttemptRecord, penalty: float, score_timeouts: bool) -> tuple[float, float] | None:
+    """(raw, shaped) reward of an attempt as advantages see it, None of one that infrastructure lost. A timeout that is
+    scored has no reward: its two zeros are the run's policy, not a verdict."""
+    if attempt.verdict is None:
+        return (0.0, 0.0) if score_timeouts and attempt.outcome is Outcome.AGENT_TIMEOUT else None
+    reward = attempt.verdict.reward
+    if not penalty or reward < PASS_REWARD:
+        return reward, reward
+    errors = attempt.agent_metrics.get(FORMAT_ERRORS)
+    if errors is None:
+        raise BadInput(
+            f"attempt {attempt.attempt_id}: its agent reports no {FORMAT_ERRORS}, which objective.format_error_penalty "
+            "needs; use an agent that counts them, or a run without the penalty"
+        )
+    return reward, reward - penalty if errors > 0 else reward
+
+
 def _decide(
-    attempt: AttemptRecord, reason: Bucket | None, advantage: float | None, leaf_reasons: Sequence[Bucket | None]
+    attempt: AttemptRecord,
+    reason: Bucket | None,
+    score: float | None,
+    advantage: float | None,
+    leaf_reasons: Sequence[Bucket | None],
 ) -> Decision:
     """The decision about one attempt; `reason` is why nothing of it trains, or None; `leaf_reasons` of each sample."""
     leaves: list[Bucket] = []
@@ -213,6 +249,7 @@ def _decide(
         outcome=attempt.outcome,
         bucket=bucket,
         reward=None if attempt.verdict is None else attempt.verdict.reward,
+        score=score,
         advantage=advantage if bucket is Bucket.TRAINED else None,
         leaves=tuple(leaves),
         tokens=dict(tokens),
@@ -245,7 +282,7 @@ def agrees(rewards: np.ndarray, rtol: float) -> bool:
 
 
 def _scope_reasons(rewards: np.ndarray, scope_ids: Sequence[str], rtol: float) -> dict[str, Bucket]:
-    """Why a whole scope does not train, for those that do not; every one here has at least one verdict."""
+    """Why a whole scope does not train, for those that do not; every one here has at least one score."""
     reasons: dict[str, Bucket] = {}
     names, index = group_index(scope_ids)
     for position, name in enumerate(names):

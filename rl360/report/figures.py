@@ -43,6 +43,7 @@ BARS = {
     "all_pass": ("in a group that all passed", PASS_PALE),
     "all_fail": ("in a group that all failed", FAIL_PALE),
     "other": ("dropped, other reason", OTHER),
+    "timeout_scored": ("agent timeout, scored 0", "#6b7785"),
     "infra": ("lost to infrastructure", INFRA),
 }
 BUCKET_COLOURS = {
@@ -125,7 +126,9 @@ def _stack(axes: Axes, at: np.ndarray, layers: Sequence[tuple[str, str, np.ndarr
 
 def _attempts(axes: Axes, steps: Sequence[Step]) -> None:
     bars = [step["attempt_bars"] for step in steps]
-    layers = [(label, colour, np.array([bar[name] for bar in bars], float)) for name, (label, colour) in BARS.items()]
+    layers = [
+        (label, colour, np.array([bar.get(name, 0) for bar in bars], float)) for name, (label, colour) in BARS.items()
+    ]
     _stack(axes, _numbers(steps), layers)
     _title(axes, "Attempts per step, by what became of them")
 

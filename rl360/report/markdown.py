@@ -45,9 +45,21 @@ def _reward(step: Mapping[str, Any]) -> str:
         ("all verified attempts", fixed(reward["unfiltered_mean_valid"], 3)),
         ("kept (trained) attempts", fixed(reward["kept_mean"], 3)),
         ("infra rate (no reward, not in the means)", percent(reward["infra_rate"])),
+        *_scored(reward),
         *((f"domain {_cell(name)}", fixed(value, 3)) for name, value in reward["by_domain"].items()),
     ]
     return "## Reward\n" + _table(("mean over", "value"), rows)
+
+
+def _scored(reward: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where what was trained on is not what the verifier wrote."""
+    if not (reward["penalised"] or reward["timeouts_scored"]):
+        return []
+    return [
+        ("kept attempts, as scored", fixed(reward["kept_mean_score"], 3)),
+        ("passes penalised for format errors", f"{reward['penalised']:,}"),
+        ("timeouts scored 0 without a verdict", f"{reward['timeouts_scored']:,}"),
+    ]
 
 
 def _attempts(step: Mapping[str, Any]) -> str:

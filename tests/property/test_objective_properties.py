@@ -58,8 +58,15 @@ configs = st.sampled_from([ObjectiveConfig(preset=name) for name in PRESETS])
 by_token = configs.filter(lambda config: config.loss != "gspo" and config.correction_level == "token")
 
 
-def run_filter(attempts: list[AttemptRecord], config: ObjectiveConfig) -> FilterResult:
-    return filter_groups(attempts, config, expected_version="run:0", max_seq_len=MAX_SEQ_LEN, loss_constant=640.0)
+def run_filter(attempts: list[AttemptRecord], config: ObjectiveConfig, *, score_timeouts: bool = False) -> FilterResult:
+    return filter_groups(
+        attempts,
+        config,
+        expected_version="run:0",
+        max_seq_len=MAX_SEQ_LEN,
+        loss_constant=640.0,
+        score_timeouts=score_timeouts,
+    )
 
 
 def batch_tensors(result: FilterResult) -> tuple[torch.Tensor, ...]:
@@ -86,21 +93,25 @@ def loss_and_gradient(result: FilterResult, config: ObjectiveConfig) -> tuple[fl
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches(verdicts_only=True), configs, st.data())
-def test_infra_neutrality_bitwise(valid: list[AttemptRecord], config: ObjectiveConfig, data: st.DataObject) -> None:
+@given(batches(verdicts_only=True), configs, st.booleans(), st.data())
+def test_infra_neutrality_bitwise(
+    valid: list[AttemptRecord], config: ObjectiveConfig, scored: bool, data: st.DataObject
+) -> None:
+    """Also where timeouts are scored: they are not infrastructure then, all else is."""
     lost = [
         attempt(
             data.draw(st.integers(0, 6)),
             50 + index,
             None,
-            outcome=data.draw(st.sampled_from(sorted(INFRA))),
+            outcome=data.draw(st.sampled_from(sorted(INFRA - {Outcome.AGENT_TIMEOUT} if scored else INFRA))),
             sample=data.draw(st.booleans()),
             trained=data.draw(st.integers(0, 9)),
             version=data.draw(st.sampled_from(["run:0", "run:9"])),
         )
         for index in range(data.draw(st.integers(1, 8)))
     ]
-    alone, crowded = run_filter(valid, config), run_filter(data.draw(st.permutations(valid + lost)), config)
+    alone = run_filter(valid, config, score_timeouts=scored)
+    crowded = run_filter(data.draw(st.permutations(valid + lost)), config, score_timeouts=scored)
     survivors = {record.attempt_id for record in valid}
     assert tuple(d for d in crowded.decisions if d.attempt_id in survivors) == alone.decisions
     assert crowded.advantages.tobytes() == alone.advantages.tobytes()
@@ -114,9 +125,9 @@ def test_infra_neutrality_bitwise(valid: list[AttemptRecord], config: ObjectiveC
 
 
 @settings(deadline=None, max_examples=100)
-@given(batches(), configs)
-def test_conservation(attempts: list[AttemptRecord], config: ObjectiveConfig) -> None:
-    result = run_filter(attempts, config)
+@given(batches(), configs, st.booleans())
+def test_conservation(attempts: list[AttemptRecord], config: ObjectiveConfig, scored: bool) -> None:
+    result = run_filter(attempts, config, score_timeouts=scored)
     sampled = {record.attempt_id: record.sampled_tokens for record in attempts}
     assert {d.attempt_id: d.sampled_tokens for d in result.decisions} == sampled
     assert sum(result.tokens.values()) == sum(sampled.values())

@@ -46,8 +46,22 @@ def train_result(result: FilterResult, step: int, **changes: Any) -> dict[str, A
     }
 
 
-def ledger_of(attempts: list[AttemptRecord], step: int = 0, run: str = "demo", **changes: Any) -> StepLedger:
-    result = filter_groups(attempts, ObjectiveConfig(), expected_version=f"run:{step}", max_seq_len=384)
+def ledger_of(
+    attempts: list[AttemptRecord],
+    step: int = 0,
+    run: str = "demo",
+    *,
+    objective: ObjectiveConfig | None = None,
+    score_timeouts: bool = False,
+    **changes: Any,
+) -> StepLedger:
+    result = filter_groups(
+        attempts,
+        objective or ObjectiveConfig(),
+        expected_version=f"run:{step}",
+        max_seq_len=384,
+        score_timeouts=score_timeouts,
+    )
     return build_step_ledger(
         run=run,
         step=step,

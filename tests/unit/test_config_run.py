@@ -154,6 +154,9 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             "correction_low": None,  # belongs to another correction
             "correction_level": "sequence",
             "correction": "off",
+            "filter_on": None,  # belongs to a penalty
+            "format_error_penalty": 0.3,
+            "unverified_timeout": "score_zero",
             "loss": None,  # the others belong to another old policy
             "dual_clip": None,
             "estimator": "rloo",

@@ -41,9 +41,9 @@ def test_checks_are_one_line_for_a_run_and_one_each_for_a_step() -> None:
     out = io.StringIO()
     console = Console(file=out, width=200, color_system=None, highlight=False)
     print_checks(console, check_run(LEDGERS), in_full=False)
-    assert out.getvalue().strip() == "27 of 27 sums hold over 3 steps"
+    assert out.getvalue().strip() == "30 of 30 sums hold over 3 steps"
     print_checks(console, {1: check_run(LEDGERS)[1]}, in_full=True)
-    assert out.getvalue().count("holds ") == 9
+    assert out.getvalue().count("holds ") == 10
 
 
 def test_a_ledger_that_is_not_what_its_step_committed_is_refused() -> None:

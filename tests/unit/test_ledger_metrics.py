@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from rl360.config.run import ObjectiveConfig
 from rl360.ledger import metrics
 from rl360.ledger.outcomes import Outcome
+from rl360.report.markdown import step_markdown
 from tests.unit.ledger_data import ledger_of
 from tests.unit.objective_data import attempt
 
@@ -50,6 +54,43 @@ def test_reward_before_and_after_the_filter() -> None:
     assert reward["by_domain"] == {"files": pytest.approx(4 / 9), "text": 1.0}
 
 
+def test_timeouts_that_are_scored_are_in_no_mean_of_rewards() -> None:
+    attempts = [attempt(0, 0, 1.0), attempt(0, 1, None), attempt(0, 2, None, outcome=Outcome.SANDBOX_LOST)]
+    attempts += [attempt(1, 0, None), attempt(1, 1, None), attempt(2, 0, 0.0), attempt(2, 1, None)]
+    ledger = ledger_of(attempts, score_timeouts=True)
+    assert metrics.reward_metrics(ledger) == {
+        "unfiltered_mean_valid": 0.5,
+        "kept_mean": 1.0,
+        "kept_mean_score": 0.5,
+        "penalised": 0,
+        "timeouts_scored": 4,
+        "infra_rate": pytest.approx(1 / 7),
+        "by_domain": {"files": 0.5},
+    }
+    fates = {group[-4:]: fate for group, fate in metrics.group_fates(ledger).items()}
+    assert fates == {"g000": "trained", "g001": "all_fail", "g002": "all_fail"}
+    bars = {name: count for name, count in metrics.attempt_bars(ledger).items() if count}
+    assert bars == {"trained_pass": 1, "all_fail": 1, "timeout_scored": 4, "infra": 1}
+    assert [loss["cause"] for loss in metrics.losses_by_cause(ledger)] == ["sandbox_lost"]
+    assert metrics.outcome_counts(ledger)["agent_timeout"] == 4, "what happened keeps its name"
+    assert "timeouts scored 0 without a verdict | 4" in step_markdown(ledger, {})
+
+
+def test_raw_and_shaped_rewards_are_kept_apart() -> None:
+    attempts = [
+        replace(attempt(0, index, reward), agent_metrics={"format_errors": errors})
+        for index, (reward, errors) in enumerate([(1.0, 2.0), (1.0, 0.0), (0.0, 1.0)])
+    ]
+    ledger = ledger_of(attempts, objective=ObjectiveConfig(format_error_penalty=0.3))
+    assert [(row.reward, row.score) for row in ledger.attempts] == [(1.0, 0.7), (1.0, 1.0), (0.0, 0.0)]
+    reward = metrics.reward_metrics(ledger)
+    assert reward["unfiltered_mean_valid"] == reward["kept_mean"] == pytest.approx(2 / 3)
+    assert reward["kept_mean_score"] == pytest.approx(1.7 / 3)
+    assert (reward["penalised"], reward["timeouts_scored"]) == (1, 0)
+    assert "passes penalised for format errors | 1" in step_markdown(ledger, {})
+    assert "penalised" not in step_markdown(LEDGER, {}), "nothing is said where nothing was shaped"
+
+
 def test_counts_sum_to_what_was_sampled_and_attempted() -> None:
     tokens = metrics.token_counts(LEDGER)
     assert tokens == {
@@ -68,6 +109,7 @@ def test_counts_sum_to_what_was_sampled_and_attempted() -> None:
         "all_pass": 2,
         "all_fail": 2,
         "other": 5,
+        "timeout_scored": 0,
         "infra": 3,
     }
 
@@ -110,7 +152,8 @@ def test_the_json_has_the_fixed_keys() -> None:
         "step attempts outcomes groups sampled_tokens tokens trained_samples loss_weight_sum loss reward push phases_s"
     )
     assert set(fixed.split()) <= set(step)
-    assert set(step["reward"]) == {"unfiltered_mean_valid", "kept_mean", "infra_rate", "by_domain"}
+    fixed = {"unfiltered_mean_valid", "kept_mean", "infra_rate", "by_domain"}
+    assert set(step["reward"]) == fixed | {"kept_mean_score", "penalised", "timeouts_scored"}
     assert set(step["push"]) == {"path", "calls_per_engine", "bytes", "paused_s", "engines"}
 
 

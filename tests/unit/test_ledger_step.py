@@ -135,6 +135,10 @@ def test_round_trip_through_the_store_format() -> None:
             "recorded as passed .* reward 1.0, decided as passed .* reward 0.0",
         ),
         ({"decisions": decisions_with(0, outcome=Outcome.FAILED)}, "decided as failed"),
+        ({"decisions": decisions_with(0, score=1.5)}, "a score of every reward.* 5 != .* 5 .*a00-t0"),
+        ({"decisions": decisions_with(0, score=None)}, "a score of every reward.* 4 != .* 5 .*a00-t0"),
+        ({"decisions": decisions_with(2, score=0.5)}, "a score of every reward.* 6 != .* 6 .*a02-t0"),
+        ({"decisions": decisions_with(6, score=0.0)}, "a score of every reward.* 6 != .* 5"),
         (
             {"decisions": decisions_with(0, leaves=(Bucket.TRAINED, Bucket.STALE))},
             "a00-t0: 1 samples recorded, 2 decided",
@@ -218,7 +222,7 @@ def test_tokens_of_a_session_that_was_not_merged_are_in_the_books() -> None:
 
 def test_malformed_objects_are_refused_by_key() -> None:
     wire = build().to_wire()
-    with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 2"):
+    with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 3"):
         StepLedger.from_wire({**wire, "schema_version": 9}, "some/key")
     with pytest.raises(CorruptObject, match=r"some/key: is not a ledger \(KeyError: 'train'\)"):
         StepLedger.from_wire({name: value for name, value in wire.items() if name != "train"}, "some/key")

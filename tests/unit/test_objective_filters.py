@@ -9,7 +9,7 @@ import pytest
 
 from rl360.config.run import ObjectiveConfig
 from rl360.errors import BadInput, CorruptObject
-from rl360.ledger.outcomes import Bucket, Outcome
+from rl360.ledger.outcomes import INFRA, Bucket, Outcome
 from rl360.objective.filters import Decision, FilterResult, filter_groups
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, unpack
@@ -25,6 +25,7 @@ def run_filter(
     config: ObjectiveConfig = CONFIG,
     loss_constant: float | None = None,
     routing_replay: bool = False,
+    score_timeouts: bool = False,
 ) -> FilterResult:
     return filter_groups(
         attempts,
@@ -33,6 +34,7 @@ def run_filter(
         max_seq_len=max_seq_len,
         loss_constant=loss_constant,
         routing_replay=routing_replay,
+        score_timeouts=score_timeouts,
     )
 
 
@@ -99,6 +101,82 @@ def test_infra_takes_no_part_in_the_baseline() -> None:
     result = run_filter([attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, None)])
     assert buckets(result) == [Bucket.TRAINED, Bucket.TRAINED, Bucket.INFRA]
     assert result.advantages.tolist() == [0.5, -0.5]
+
+
+# -- timeouts without a verdict ---------------------------------------------------------------------------------------
+
+
+def test_a_timeout_without_a_verdict_is_infrastructure_unless_the_run_scores_it() -> None:
+    attempts = [attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, None), attempt(0, 3, None)]
+    masked, scored = run_filter(attempts), run_filter(attempts, score_timeouts=True)
+    assert buckets(masked) == [Bucket.TRAINED] * 2 + [Bucket.INFRA] * 2
+    assert masked.advantages.tolist() == [0.5, -0.5]
+    assert buckets(scored) == [Bucket.TRAINED] * 4
+    assert scored.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert [decision.reward for decision in scored.decisions] == [1.0, 0.0, None, None], "no verdict was made up"
+    assert [decision.score for decision in scored.decisions] == [1.0, 0.0, 0.0, 0.0]
+    assert [decision.score for decision in masked.decisions] == [1.0, 0.0, None, None]
+    assert {attempt.verdict for attempt in attempts[2:]} == {None}
+
+
+@pytest.mark.parametrize("outcome", sorted(INFRA - {Outcome.AGENT_TIMEOUT}))
+def test_no_other_loss_is_scored(outcome: Outcome) -> None:
+    attempts = [attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, None, outcome=outcome)]
+    assert run_filter(attempts, score_timeouts=True) == run_filter(attempts)
+
+
+def test_a_verified_timeout_keeps_its_reward() -> None:
+    late = replace(attempt(0, 0, 1.0), exit_status="AgentTimeout")
+    result = run_filter([late, attempt(0, 1, 0.0)], score_timeouts=True)
+    assert (result.decisions[0].reward, result.decisions[0].score) == (1.0, 1.0)
+
+
+def test_scored_timeouts_agree_and_disagree_like_rewards() -> None:
+    failed = run_filter([attempt(0, 0, None), attempt(0, 1, 0.0)], score_timeouts=True)
+    assert buckets(failed) == [Bucket.ZERO_DISAGREEMENT] * 2
+    passed = run_filter([attempt(0, 0, None), attempt(0, 1, 1.0)], score_timeouts=True)
+    assert passed.advantages.tolist() == [-0.5, 0.5]
+    without = run_filter([attempt(0, 0, None, sample=False, unmerged=3), attempt(0, 1, 1.0)], score_timeouts=True)
+    assert buckets(without) == [Bucket.PREFIX_BREAK, Bucket.TRAINED]
+    alone = run_filter([attempt(0, 0, None)], score_timeouts=True)
+    assert buckets(alone) == [Bucket.INSUFFICIENT_VALID]
+
+
+# -- shaping ----------------------------------------------------------------------------------------------------------
+
+
+def spelled(index: int, reward: float, errors: int) -> AttemptRecord:
+    return replace(attempt(0, index, reward), agent_metrics={"format_errors": float(errors)})
+
+
+SHAPED = ObjectiveConfig(format_error_penalty=0.3)
+
+
+def test_a_pass_with_format_errors_is_worth_less_and_its_reward_stays() -> None:
+    records = [spelled(0, 1.0, 2), spelled(1, 1.0, 0), spelled(2, 0.0, 5), spelled(3, 0.0, 0)]
+    result = run_filter(records, config=SHAPED)
+    assert [decision.reward for decision in result.decisions] == [1.0, 1.0, 0.0, 0.0]
+    assert [decision.score for decision in result.decisions] == [0.7, 1.0, 0.0, 0.0], "once, and off passes alone"
+    np.testing.assert_allclose(result.advantages, [0.275, 0.575, -0.425, -0.425], rtol=1e-14)
+    plain = run_filter(records)
+    assert [decision.score for decision in plain.decisions] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_the_filter_looks_at_what_the_verifier_wrote_unless_told_otherwise() -> None:
+    passed = [spelled(0, 1.0, 1), spelled(1, 1.0, 0)]
+    assert buckets(run_filter(passed, config=SHAPED)) == [Bucket.ZERO_DISAGREEMENT] * 2
+    told = run_filter(passed, config=ObjectiveConfig(format_error_penalty=0.3, filter_on="shaped"))
+    assert buckets(told) == [Bucket.TRAINED] * 2
+    np.testing.assert_allclose(told.advantages, [-0.15, 0.15], rtol=1e-14)
+    with pytest.raises(ValueError, match="filter_on shaped says nothing without format_error_penalty"):
+        ObjectiveConfig(filter_on="shaped")
+
+
+def test_an_agent_that_does_not_count_its_format_errors_cannot_be_penalised() -> None:
+    """Not counted is not none."""
+    with pytest.raises(BadInput, match="attempt s000000-g000-a00-t0: its agent reports no format_errors"):
+        run_filter([attempt(0, 0, 1.0), attempt(0, 1, 0.0)], config=SHAPED)
+    assert run_filter([attempt(0, 0, 0.5), attempt(0, 1, 0.0)], config=SHAPED).kept, "no pass, nothing to ask"
 
 
 def test_truncated_attempts_are_valid_and_train_up_to_the_cut() -> None:
@@ -261,7 +339,7 @@ def test_the_batch_object_holds_references_to_kept_samples_and_all_decisions() -
     records = [attempt(0, 1, 0.0), attempt(0, 0, 1.0), attempt(1, 0, None)]
     result = run_filter(records)
     wire = unpack(pack(result.to_wire("demo", 3)), "k")
-    assert (wire["schema_version"], wire["run"], wire["step"]) == (3, "demo", 3)
+    assert (wire["schema_version"], wire["run"], wire["step"]) == (4, "demo", 3)
     assert records[1].stored is not None
     assert wire["samples"][0] == {
         "attempt_id": "s000000-g000-a00-t0",

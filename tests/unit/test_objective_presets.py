@@ -22,6 +22,8 @@ def test_the_default_is_todays_objective() -> None:
         "estimator": "grpo",
         "normalize_std": False,
         "disagreement_rtol": 1e-6,
+        "format_error_penalty": 0.0,
+        "filter_on": "raw",
         "loss": "ppo",
         "old_policy": "recomputed",
         "clip_low": 0.2,

@@ -191,6 +191,15 @@ def test_a_verdict_without_its_samples_is_a_lost_session(
     assert detail in records[0].detail
 
 
+@pytest.mark.parametrize(("switch", "outcome"), [("mask", Outcome.AGENT_TIMEOUT), ("score_zero", Outcome.SESSION_LOST)])
+def test_a_timeout_that_would_be_scored_without_its_samples_is_a_lost_session(
+    tmp_path: Path, switch: str, outcome: Outcome
+) -> None:
+    with server((200, run_reply("agent_timeout")), stored=(404, {"error": {"code": "not_found"}})) as (url, _):
+        (record,) = roll_out(tmp_path, url, infra_retries=0, unverified_timeout=switch)
+    assert (record.outcome, record.verdict, record.stored) == (outcome, None, None)
+
+
 @pytest.mark.parametrize(
     ("told", "sampled"),
     [({"sampled_tokens": 37}, 37), ({}, 0), ({"sampled_tokens": -1}, 0), ({"sampled_tokens": "9"}, 0)],

@@ -74,7 +74,7 @@ def test_no_samples_is_a_batch() -> None:
     [
         (b"junk", "does not decode"),
         (batch("r1", 3, [], schema_version=9), "schema 9 is unknown"),
-        (batch("r1", 3, [], schema_version=1), "schema 1 is unknown; this trainer reads 3"),
+        (batch("r1", 3, [], schema_version=1), "schema 1 is unknown; this trainer reads 4"),
         (batch("r2", 3, []), "is the batch of r2/3"),
         (batch("r1", 4, []), "is the batch of r1/4"),
         (batch("r1", 3, [], samples=None), "has no list of samples"),

@@ -159,7 +159,7 @@ def stored_row(store: Any, run: str, step: int, row: dict[str, Any], **changes: 
 
 def batch(run: str, step: int, rows: list[dict[str, Any]], **changes: Any) -> bytes:
     """The bytes of a train batch object."""
-    return pack({"schema_version": 3, "run": run, "step": step, "samples": rows, "decisions": []} | changes)
+    return pack({"schema_version": 4, "run": run, "step": step, "samples": rows, "decisions": []} | changes)
 
 
 def put_batch(store: Any, run: str, step: int, samples: list[dict[str, Any]]) -> dict[str, str]:
