@@ -14,12 +14,11 @@ Uses `tokenizers` and jinja2 only: no torch, no transformers in a session server
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -36,10 +35,10 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 # a Unicode noncharacter splits added tokens inside message text while Jinja runs; `0` keeps one that was there before
 _MARK = "\ufdd0"
 _SHORT = 24  # characters
-_LONG = (
-    256 << 10
-)  # characters; the tokenizer takes about 200 bytes of memory for each, so only a few such texts at once
-_encoding_long = threading.BoundedSemaphore(2)
+# characters; the tokenizer takes 200 bytes of memory for each and its threads keep them: so few such texts at once, in
+# few threads
+_LONG = 256 << 10
+_long_encoder = ThreadPoolExecutor(2, "encode")
 _ASKED = (Message("user", ""),)
 _SPOKEN = (*_ASKED, Message("assistant", ""))
 
@@ -225,8 +224,12 @@ class ChatTemplate:
     def encode(self, text: str) -> list[int]:
         """Ids of text; names of added tokens are characters like any other. Other threads go on meanwhile: `encode` of
         the tokenizer itself would hold the GIL, for seconds over a few megabytes."""
-        with _encoding_long if len(text) > _LONG else contextlib.nullcontext():
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if len(text) > _LONG:
+            return _long_encoder.submit(self._encode, text).result()
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ids, added tokens by their names."""
