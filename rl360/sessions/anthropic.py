@@ -96,11 +96,11 @@ def _user(blocks: list[Any], where: str) -> tuple[Message, ...]:
             text = "" if content is None else _text(content, place)
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "text":
-            text = _text([block], place)
+            part = {"type": "text", "text": _text([block], place)}
             if messages and messages[-1]["role"] == "user":
-                messages[-1]["content"] += text
+                messages[-1]["content"].append(part)
             else:
-                messages.append({"role": "user", "content": text})
+                messages.append({"role": "user", "content": [part]})
         else:
             raise refuse(f"{place}: a {kind} block is not supported in a user message; use text and tool_result")
     if not messages:
@@ -161,7 +161,7 @@ def _stop_reason(turn: Turn) -> str:
 
 def _head(session: Session, turn: Turn, model: str) -> dict[str, Any]:
     return {
-        "id": f"msg_{reply_id(session)}",
+        "id": f"msg_{reply_id(session, turn)}",
         "type": "message",
         "role": "assistant",
         "model": model,

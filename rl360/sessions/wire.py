@@ -132,9 +132,9 @@ def named_params(
     return asked, tuple(ignored)
 
 
-def reply_id(session: Session) -> str:
+def reply_id(session: Session, turn: Turn) -> str:
     """Unique per recorded turn; not derived from the session id, which is the key to the session."""
-    return f"{session.spec.attempt_id}-{session.epoch}"
+    return f"{session.spec.attempt_id}-{turn.index + 1}"
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def reply_body(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
         message["content"] = ""
     return orjson.dumps(
         {
-            "id": f"chatcmpl-{reply_id(session)}",
+            "id": f"chatcmpl-{reply_id(session, turn)}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": asked.model,
@@ -176,7 +176,7 @@ def reply_body(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
 def reply_sse(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
     """The same reply as the server-sent events of a streaming request, ending in [DONE]."""
     head = {
-        "id": f"chatcmpl-{reply_id(session)}",
+        "id": f"chatcmpl-{reply_id(session, turn)}",
         "object": "chat.completion.chunk",
         "created": int(time.time()),
         "model": asked.model,

@@ -248,6 +248,17 @@ def test_budgets(bench: Bench) -> None:
     assert bench.get(f"/sessions/{small}/merged").status_code == 422
 
 
+def test_racing_turns_of_a_tree_have_ids_of_their_own(bench: Bench) -> None:
+    session_id, _ = bench.create(mode="tree")
+    bench.engine.gate.clear()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        racing = [pool.submit(bench.chat, session_id, CHAT) for _ in range(8)]
+        _wait(lambda: len(bench.engine.bodies) == 8, "eight generations")
+        bench.engine.gate.set()
+        ids = {future.result().json()["id"] for future in racing}
+    assert len(ids) == 8
+
+
 def test_of_racing_requests_exactly_one_is_recorded(bench: Bench) -> None:
     session_id, _ = bench.create()
     bench.engine.gate.clear()
