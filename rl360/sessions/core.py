@@ -19,7 +19,7 @@ continues a turn that was cut by length.
 from __future__ import annotations
 
 import operator
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,12 +53,12 @@ from rl360.sessions.turns import (
 _SESSION_BYTES = 4096
 _TOKEN_BYTES = 4 + 4  # id and log-probability
 _POSITIVE_LOGPROB = 1e-3  # rounding above 0 that a correct engine may show for a certain token
-_REMEMBERED = 8  # recorded requests of a tree session whose messages are recognised by their bytes
+_REMEMBERED = 8  # recorded requests of a tree session whose messages are recognised by their bytes; of a linear one 1
 _NAMES_KEPT = 32
 
 
 class Session:
-    """State of one session. Not thread-safe: one event loop owns it (`render` may run in a thread)."""
+    """State of one session. Not thread-safe: one event loop owns it (`read` and `render` may run in a thread)."""
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class Session:
         self.sealed = False
         self.turns: list[Turn] = []
         self._children: dict[int | None, list[Turn]] = {}
-        self._remembered: deque[tuple[Request, Turn]] = deque(maxlen=1 if self.linear else _REMEMBERED)
+        self._remembered: tuple[tuple[Request, Turn], ...] = ()
+        self._toolsets: dict[tuple[Tool, ...], tuple[Tool, ...]] = {(): ()}  # equal tools are kept once
         self._turn_bytes = 0
         self._raw_bytes = 0
         self.sampled_tokens = 0
@@ -110,7 +111,8 @@ class Session:
         parse_all_tools: Callable[[Any], tuple[Tool, ...]] = parse_tools,
     ) -> Request:
         """Parse a request given as the JSON of each message. Messages whose bytes a recorded request had at the same
-        place are taken from there; only new ones are parsed. Refuses (`bad_body`) what is no conversation."""
+        place are taken from there; only new ones are parsed. Refuses (`bad_body`) what is no conversation. May run in a
+        thread: it reads nothing that changes in place."""
         raws = tuple(raws)
         known, same = self._recall(raws, parse)
         ends = list(known.ends[:same]) if known else []
@@ -128,6 +130,12 @@ class Session:
         else:
             tools = parse_all_tools(_decode(tools_raw, "tools"))
         return Request(tuple(messages), tools, raws, tuple(ends), tools_raw, parse)
+
+    def unread_bytes(self, raws: Sequence[bytes], tools_raw: bytes | None, parse: Parse) -> int:
+        """JSON that `read` would parse."""
+        _known, same = self._recall(tuple(raws), parse)
+        new_tools = all(held.tools_raw != tools_raw for held, _turn in self._remembered)
+        return sum(map(len, raws[same:])) + (len(tools_raw or b"") if new_tools else 0)
 
     def _recall(self, raws: tuple[bytes, ...], parse: Parse) -> tuple[Request | None, int]:
         """The remembered request that shares most leading messages with `raws`, and how many."""
@@ -281,6 +289,7 @@ class Session:
         added = len(delta_ids) + max_new
         grown = TURN_BYTES + added * (_TOKEN_BYTES + (self._routing.row_bytes if self._routing else 0))
         grown += sum(message.held_bytes() for message in plan.new_messages)
+        grown += self._new_tool_bytes(plan.request.tools)
         if self.held_bytes + grown > self._budget_bytes:
             raise SessionRefusal(
                 Refusal.OVER_BUDGET,
@@ -355,7 +364,7 @@ class Session:
             request_end=len(plan.messages),
             new_messages=plan.new_messages,
             reply=reply,
-            tools=plan.request.tools,
+            tools=self._toolsets.get(plan.request.tools, plan.request.tools),
             format_errors=errors,
             canonical=Canonical.CUT if cut else self._spelling(reply, completion.output_ids, errors),
             cached_tokens=completion.cached_tokens,
@@ -422,11 +431,17 @@ class Session:
         self.turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn)
         if plan.request.raws:
-            self._remembered.appendleft((replace(plan.request, messages=plan.messages), turn))
-            self._raw_bytes = sum(sum(map(len, request.raws)) for request, _turn in self._remembered)
-        self._turn_bytes += turn.held_bytes()
+            kept = self._remembered[: 0 if self.linear else _REMEMBERED - 1]
+            self._remembered = ((replace(plan.request, messages=plan.messages, tools=turn.tools), turn), *kept)
+            self._raw_bytes = sum(request.raw_bytes for request, _turn in self._remembered)
+        self._turn_bytes += turn.held_bytes() + self._new_tool_bytes(turn.tools)
+        self._toolsets.setdefault(turn.tools, turn.tools)
         self.sampled_tokens += turn.sampled
         self.epoch += 1
+
+    def _new_tool_bytes(self, tools: tuple[Tool, ...]) -> int:
+        """What keeping `tools` adds: nothing when a turn has the same ones."""
+        return 0 if tools in self._toolsets else sum(tool.held_bytes() for tool in tools)
 
     def seal(self) -> None:
         """No more turns: what is merged from now on stays the same. Safe to call again."""

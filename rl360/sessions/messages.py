@@ -78,8 +78,11 @@ class Message:
     def held_bytes(self) -> int:
         """What keeping this message costs, in bytes, roughly and from above."""
         size = _OBJECT_BYTES + sys.getsizeof(self.content) + sys.getsizeof(self.reasoning)
+        size += sys.getsizeof(self.tool_call_id)
         for call in self.tool_calls:
-            size += _OBJECT_BYTES + sys.getsizeof(call.name) + 2 * sys.getsizeof(call.arguments)
+            size += (
+                _OBJECT_BYTES + sys.getsizeof(call.id) + sys.getsizeof(call.name) + 2 * sys.getsizeof(call.arguments)
+            )
         return size
 
 
@@ -88,9 +91,9 @@ class Tool:
     """One callable tool. `definition` is the compact JSON of the whole tool as given, and what equality means;
     `parameters` (name, JSON type) in schema order and `required` are read from it."""
 
-    name: str
-    parameters: tuple[tuple[str, str], ...]
-    required: frozenset[str]
+    name: str = field(compare=False)
+    parameters: tuple[tuple[str, str], ...] = field(compare=False)
+    required: frozenset[str] = field(compare=False)
     definition: str
 
     @property
@@ -102,6 +105,10 @@ class Tool:
 
     def to_template(self) -> dict[str, Any]:
         return orjson.loads(self.definition)
+
+    def held_bytes(self) -> int:
+        """What keeping this tool costs, in bytes, roughly and from above: every name in it is in its definition."""
+        return 3 * sys.getsizeof(self.definition) + _OBJECT_BYTES * (1 + len(self.parameters))
 
 
 def written_back(value: Any) -> Any:

@@ -6,6 +6,7 @@ All of it is frozen; arrays inside a `Turn` are read-only.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -85,6 +86,10 @@ class Request:
     tools_raw: bytes | None = None
     parse: Parse = openai_message
 
+    @property
+    def raw_bytes(self) -> int:
+        return sum(map(len, self.raws)) + len(self.tools_raw or b"")
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -105,6 +110,15 @@ class Plan:
     def held(self) -> int:
         """Tokens of the context that stay."""
         return 0 if self.base is None else self.base.end
+
+    @property
+    def new_bytes(self) -> int:
+        """JSON of the request that is to be rendered: what rendering costs, whatever it holds."""
+        if self.repeats is not None:
+            return 0
+        first = bisect_right(self.request.ends, len(self.messages) - len(self.new_messages))
+        tools = self.request.tools_raw if self.base is None else None
+        return sum(map(len, self.request.raws[first:])) + len(tools or b"")
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +208,14 @@ class Turn:
         """Held rows of routed experts behind the cached prefix: the engine computed their KV cache anew."""
         return 0 if self.routing is None else max(self.routing_from - self.cached_tokens, 0)
 
+    @property
+    def routing_bytes(self) -> int:
+        return 0 if self.routing is None else self.routing.nbytes
+
     def held_bytes(self) -> int:
-        size = TURN_BYTES + self.ids.nbytes + self.logprobs.nbytes + self.reply.held_bytes()
-        size += 0 if self.routing is None else self.routing.nbytes
-        return size + sum(message.held_bytes() for message in self.new_messages)
+        """Without its tools, which turns share."""
+        size = TURN_BYTES + self.ids.nbytes + self.logprobs.nbytes + self.reply.held_bytes() + 8 * len(self.loose)
+        return size + self.routing_bytes + sum(message.held_bytes() for message in self.new_messages)
 
 
 def chain_digest(before: bytes, ids: np.ndarray) -> bytes:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from rl360.sessions.core import Session
@@ -32,6 +36,7 @@ from tests.unit.sessions_data import (
     rows_of,
     spec,
     take,
+    to_raw,
     told,
     two_turns,
 )
@@ -242,6 +247,64 @@ def test_the_byte_budget_holds() -> None:
     moe = new_session(budget_bytes=12_000, routing=RoutingShape(layers=30, top_k=8, experts=64))
     refused(moe, Refusal.OVER_BUDGET, "the budget is 12000", lambda: moe.prepare(request(OPENING)))
     new_session(budget_bytes=12_000).prepare(request(OPENING))
+
+
+_MIB = 1 << 20
+_HELD_SOMEWHERE: dict[str, Callable[[int], tuple[list[dict[str, Any]], Any]]] = {
+    "content": lambda i: ([{"role": "user", "content": f"{i}" + "x" * (_MIB // 64)}], None),
+    "a field that is not rendered": lambda i: ([{"role": "user", "content": f"{i}", "name": "x" * _MIB}], None),
+    "the id of a result": lambda i: ([{"role": "tool", "content": "", "tool_call_id": f"{i}" + "x" * _MIB}], None),
+    "the id of a call": lambda i: (
+        [_assistant(f"{i}" + "x" * _MIB), {"role": "user", "content": f"{i}"}],
+        None,
+    ),
+    "a tool's description": lambda i: ([{"role": "user", "content": ""}], [_tool(f"{i}" + "x" * _MIB, {})]),
+    "a tool's parameters": lambda i: (
+        [{"role": "user", "content": ""}],
+        [_tool(f"{i}", {"p": {"enum": ["x" * _MIB]}, **{f"{i}{n}": {} for n in range(300)}})],
+    ),
+}
+
+
+def _assistant(call_id: str) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": "bash", "arguments": "{}"}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _tool(description: str, properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": "bash", "description": description, "parameters": schema}}
+
+
+@pytest.mark.parametrize("place", list(_HELD_SOMEWHERE))
+def test_all_that_a_session_keeps_is_in_its_bytes(place: str) -> None:
+    session = new_session(1 << 30, mode=SessionMode.TREE, max_seq_len=1 << 20)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(12):  # more than the requests that are remembered
+            messages, tools = _HELD_SOMEWHERE[place](number)
+            raws = [bytes(bytearray(orjson.dumps(message))) for message in messages]  # orjson's own are not cut to size
+            asked = session.read(raws, bytes(bytearray(orjson.dumps(tools))))
+            session.commit(session.prepare(asked), completion())
+            del asked, raws, messages, tools
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept > (_MIB if place != "content" else _MIB // 64) and kept <= session.held_bytes * 1.1
+
+
+def test_tools_that_are_the_same_are_kept_once() -> None:
+    session = new_session(8 * _MIB)
+    history = OPENING
+    for number in range(6):  # other bytes, the same tools
+        tools = orjson.dumps([_tool("x" * _MIB, {})]) + b" " * number
+        asked = session.read([to_raw(message) for message in history], tools)
+        session.commit(session.prepare(asked), completion())
+        history = told((*history, session.turns[-1].reply))
+    assert len({id(turn.tools) for turn in session.turns}) == 1 and session.held_bytes < 5 * _MIB
 
 
 def test_nothing_is_recorded_after_close_or_seal() -> None:
