@@ -27,6 +27,9 @@ from rl360.sessions.routing import rows_written
 from rl360.sessions.sample import MergedSample
 from rl360.sessions.turns import SessionMode, SessionSpec, Turn, chain_digest
 
+MAX_SAMPLES_BYTES = 2 << 30  # half of what an object can hold; who reads it has it in memory whole
+_ROW_BYTES = 4 + 4 + 1 + 1  # id, log-probability, mask, which forward
+
 
 class Pick(StrEnum):
     """Which leaves of a tree become samples. A linear session has one: the path of its last turn."""
@@ -73,6 +76,10 @@ def _merge(held: SessionSnapshot, pick: Pick) -> tuple[MergedSample, ...]:
         raise SessionRefusal(Refusal.CANNOT_MERGE, f"session {held.session_id} has no recorded turn")
     pick = Pick.LAST if held.spec.mode is SessionMode.LINEAR else pick
     paths = [path(held.turns, leaf) for leaf in _leaves(held.turns, pick)]
+    size = sum(_ROW_BYTES * line[-1].end + sum(turn.routing_bytes for turn in line) for line in paths)
+    if size > MAX_SAMPLES_BYTES:
+        problem = f"{len(paths)} kept leaves are {size} bytes of samples, at most {MAX_SAMPLES_BYTES} are written"
+        raise SessionRefusal(Refusal.CANNOT_MERGE, f"session {held.session_id}: {problem}; pick fewer")
     kept: set[int] = set()
     owned = []
     for line in paths:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,6 +23,7 @@ _TURN = (
     *(Refusal.CUT_TURN, Refusal.LOST_RACE, Refusal.SEALED, Refusal.LENGTH, Refusal.OVER_BUDGET, Refusal.SLOW_BODY),
     Refusal.TOO_MANY,
     *(Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION, Refusal.BAD_ROUTING, Refusal.NONFINITE),
+    Refusal.SERVER_FULL,
 )
 _BODY = (Refusal.BAD_BODY, Refusal.OVER_BUDGET, Refusal.SLOW_BODY)
 _KNOWN = (Refusal.UNAUTHORIZED, Refusal.NOT_FOUND)
@@ -30,7 +32,7 @@ _AGENT = "/sessions/{session_id}/v1"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One route. `name` is the method of `Routes` that answers; `bearer` asks for the deployment's token, other
+    """One route. `name` is the method of `Service` that answers; `bearer` asks for the deployment's token, other
     routes under a session are open to whoever has its id."""
 
     name: str
@@ -54,7 +56,7 @@ ENDPOINTS = (
         "Open a session; the same body finds it again while it lives.",
         body=bodies.CreateBody,
         reply=bodies.CreateReply,
-        refusals=(*_BODY, Refusal.UNAUTHORIZED, Refusal.DRAINING),
+        refusals=(*_BODY, Refusal.UNAUTHORIZED, Refusal.DRAINING, Refusal.SERVER_FULL),
     ),
     Endpoint(
         "chat",
@@ -85,7 +87,7 @@ ENDPOINTS = (
         bearer=False,
         body=bodies.MessagesBody,
         reply=bodies.CountReply,
-        refusals=(*_BODY, Refusal.NOT_FOUND),
+        refusals=(*_BODY, Refusal.NOT_FOUND, Refusal.TOO_MANY),
         error=bodies.AnthropicError,
     ),
     Endpoint(
@@ -156,8 +158,19 @@ ENDPOINTS = (
 )
 
 
-def document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+@functools.cache
+def document_json() -> bytes:
+    """The OpenAPI 3.1 document. Anyone may ask for it, so it is made once."""
+    return orjson.dumps(_document())
+
+
+@functools.cache
+def page() -> bytes:
+    """The document as HTML: endpoints with their bodies and refusals, then every schema."""
+    return _page(_document()).encode()
+
+
+def _document() -> dict[str, Any]:
     models = {model for e in ENDPOINTS for model in (e.body, e.reply, e.error) if isinstance(model, type)}
     ordered = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema(
@@ -215,8 +228,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     return operation
 
 
-def page(told: dict[str, Any]) -> str:
-    """The document as HTML: endpoints with their bodies and refusals, then every schema."""
+def _page(told: dict[str, Any]) -> str:
     schemas = told["components"]["schemas"]
     rows = []
     for path, operations in told["paths"].items():

@@ -40,6 +40,7 @@ class Refusal(StrEnum):
     BAD_ROUTING = "bad_routing"
     NONFINITE = "nonfinite"
     DRAINING = "draining"
+    SERVER_FULL = "server_full"
     STORE_UNAVAILABLE = "store_unavailable"
 
 
@@ -68,6 +69,7 @@ HTTP_STATUS: dict[Refusal, int] = {
     Refusal.BAD_ROUTING: 502,
     Refusal.NONFINITE: 502,
     Refusal.DRAINING: 503,
+    Refusal.SERVER_FULL: 503,
     Refusal.STORE_UNAVAILABLE: 503,
 }
 

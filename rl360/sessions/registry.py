@@ -135,14 +135,15 @@ class Registry:
                 self._account(session_id)
 
     def make_room(self) -> None:
-        """Refuse when the budget is reached and no dead session is left to give up."""
+        """Refuse when the budget is reached and no dead session is left to give up. Not with what a session over its
+        own budget gets: agents take that for the end of their sequence, and are judged."""
         over = self.total_bytes - self.limits.total_bytes
         if over < 0:
             return
         self.evicted_for_room += self._evict(self.limits.dead_s, over + 1)
         if self.total_bytes >= self.limits.total_bytes:
             raise SessionRefusal(
-                Refusal.OVER_BUDGET,
+                Refusal.SERVER_FULL,
                 f"{len(self)} sessions hold {self.total_bytes} bytes, the server's budget is "
                 f"{self.limits.total_bytes}; delete sessions or add a session server",
             )

@@ -39,7 +39,7 @@ from rl360.sessions.core import Session
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.merge import Pick, SessionSnapshot, merge, snapshot
 from rl360.sessions.messages import Message
-from rl360.sessions.openapi import ENDPOINTS, Endpoint, document, page
+from rl360.sessions.openapi import ENDPOINTS, Endpoint, document_json, page
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.registry import Held, Registry
 from rl360.sessions.sample import LeafCounts, SampleRef, encode_samples
@@ -55,7 +55,8 @@ CLIENT_GONE = 499  # nobody reads this reply; the status is for logs
 BODY_S = 60.0
 _BODIES_AT_ONCE = 4  # the largest allowed, in flight on one session
 STORE_WAITS_S = 10.0  # for turns that are being sampled
-_RENDER_IN_THREAD_BYTES = 64 << 10
+# JSON that is worked on apart from the event loop: split into messages; parsed or rendered
+_SPLIT_IN_THREAD_BYTES, _READ_IN_THREAD_BYTES = 1 << 20, 64 << 10
 _STORES_AT_ONCE = 4
 _EVICT_EVERY_S = 15.0
 _JSON = b"application/json"
@@ -174,7 +175,8 @@ class Service:
         """One turn, from the agent's body to its reply."""
         with self._request(call) as held:
             session = held.session
-            asked = read(await self.read_body(call, held))
+            data = await self.read_body(call, held)
+            asked = await _apart(len(data) > _SPLIT_IN_THREAD_BYTES, read, data)
             self.registry.make_room()
             if held.store_as is not None:
                 raise _storing()
@@ -191,7 +193,7 @@ class Service:
     async def _sample(self, session: Session, asked: AgentRequest) -> Turn:
         """Prepare, sample and record. Whatever the engine says it sampled is counted before this ends."""
         try:
-            prepared = await self._prepare(session, _read(session, asked), asked.asked)
+            prepared = await self._prepare(session, await _read(session, asked), asked.asked)
             completion = await self.upstream.generate(session.session_id, prepared)
             return session.commit(prepared, completion, asked.ignored)
         except SessionRefusal as refusal:
@@ -203,6 +205,7 @@ class Service:
 
     @contextlib.contextmanager
     def _request(self, call: Call) -> Iterator[Held]:
+        """Of an agent: what it has in flight limits itself, never what the operator does with its session."""
         with self.registry.using(call.session_id) as held:
             if held.in_flight > self.registry.limits.session_requests:
                 limit = self.registry.limits.session_requests
@@ -218,15 +221,14 @@ class Service:
         return session.assemble(plan, await self._render(session, plan))
 
     async def _render(self, session: Session, plan: Plan) -> np.ndarray:
-        if sum(len(message.content) for message in plan.new_messages) > _RENDER_IN_THREAD_BYTES:
-            return await asyncio.to_thread(session.render, plan)
-        return session.render(plan)
+        return await _apart(plan.new_bytes > _READ_IN_THREAD_BYTES, session.render, plan)
 
     async def count_tokens(self, call: Call) -> Reply:
         """Of a body that continues the session the ids it would send, of any other those of its own prompt."""
         with self._request(call) as held:
-            asked = anthropic.read_messages(await self.read_body(call, held))
-            request = _read(held.session, asked)
+            data = await self.read_body(call, held)
+            asked = await _apart(len(data) > _SPLIT_IN_THREAD_BYTES, anthropic.read_messages, data)
+            request = await _read(held.session, asked)
             count = await call.unless_gone(self._count(held.session, request), set())
             if count is None:
                 raise _Gone
@@ -267,14 +269,14 @@ class Service:
             pick = Pick(asked)
         except ValueError:
             raise SessionRefusal(Refusal.BAD_BODY, f"pick {asked[:40]!r} is not {', '.join(Pick)}") from None
-        with self._request(call) as held:
+        with self.registry.using(call.session_id) as held:
             as_json = _JSON in call.header(b"accept")
             data = await asyncio.to_thread(_encode, snapshot(held.session), pick, as_json)
         return Reply(data, media=_JSON if as_json else b"application/msgpack")
 
     async def store(self, call: Call) -> Reply:
-        with self._request(call) as held:
-            body = _validated(StoreBody, await self.read_body(call, held))
+        with self.registry.using(call.session_id) as held:
+            body = _validated(StoreBody, await self.read_body(call))
             if self.store_in is None:
                 raise SessionRefusal(Refusal.NO_STORE, "this server was started without --store")
             _check_key(body.key, held.session)
@@ -343,10 +345,10 @@ class Service:
         return Reply(orjson.dumps(told))
 
     async def document(self, call: Call) -> Reply:
-        return Reply(orjson.dumps(document()))
+        return Reply(document_json())
 
     async def page(self, call: Call) -> Reply:
-        return Reply(page(document()).encode(), media=b"text/html; charset=utf-8")
+        return Reply(page(), media=b"text/html; charset=utf-8")
 
 
 class _Gone(Exception):
@@ -386,7 +388,7 @@ class _Route:
         self.service.refused[str(error.code)] += 1
         shape = anthropic.error_body if "/v1/messages" in self.endpoint.path else wire.error_body
         headers: tuple[tuple[bytes, bytes], ...] = () if error.retry else ((b"x-should-retry", b"false"),)
-        if error.code in (Refusal.DRAINING, Refusal.TOO_MANY):
+        if error.code in (Refusal.DRAINING, Refusal.SERVER_FULL, Refusal.TOO_MANY):
             headers += ((b"retry-after", b"1"),)
         more = {"sampled_tokens": error.sampled} if error.code is Refusal.CANNOT_MERGE else {}
         return Reply(shape(str(error.code), str(error), error.status, **more), error.status, headers=headers)
@@ -430,8 +432,14 @@ def _validated(kind: type[_Model], data: bytes) -> _Model:
         raise wire.refuse(f"{where}: {first['msg'][:200]} (of {error.error_count()})") from None
 
 
-def _read(session: Session, asked: AgentRequest) -> Request:
-    return session.read(asked.raws, asked.tools_raw, asked.parse, asked.parse_tools)
+async def _read(session: Session, asked: AgentRequest) -> Request:
+    long = session.unread_bytes(asked.raws, asked.tools_raw, asked.parse) > _READ_IN_THREAD_BYTES
+    return await _apart(long, session.read, asked.raws, asked.tools_raw, asked.parse, asked.parse_tools)
+
+
+async def _apart(long: bool, work: Callable[..., _Result], *args: Any) -> _Result:
+    """The result of `work`, from a thread when it takes long."""
+    return await asyncio.to_thread(work, *args) if long else work(*args)
 
 
 def _over(problem: str) -> SessionRefusal:

@@ -118,8 +118,9 @@ def test_a_failed_upstream_is_asked_again(sessions: ScriptedSessions, monkeypatc
     monkeypatch.setattr(bash_agent, "RETRY_PAUSES_S", (0.01, 0.01))
     end, metrics = play(sessions, Fail(502, "bad_upstream"), Fail(502, "bad_upstream"), Say("done"))
     assert end.exit_status == ExitStatus.SUBMITTED and metrics.retries == 2
-    failure, metrics = play(sessions, *[Fail(503, "no_engine")] * 9)
-    assert failure.exit_status == ExitStatus.NO_ENGINE and metrics.retries == 2
+    for code in ("no_engine", "server_full"):
+        failure, metrics = play(sessions, *[Fail(503, code)] * 9)
+        assert failure.exit_status == ExitStatus.NO_ENGINE and metrics.retries == 2
 
 
 def test_a_silent_session_is_lost_by_the_deadline(sessions: ScriptedSessions) -> None:

@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl360.sessions import routes, server
+from rl360.sessions.core import Session
+from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.registry import Limits, Registry
 from rl360.sessions.routes import Service, create_app
 from rl360.sessions.turns import Completion, PreparedTurn
@@ -99,6 +101,56 @@ def _wait(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def _bulky() -> dict[str, tuple[str, Any]]:
+    """Bodies that cost much more than their size says, by what they are made of."""
+    user, count = {"role": "user", "content": "a"}, 10_000
+    text, result = {"type": "text", "text": "x" * 20}, {"type": "tool_result", "tool_use_id": "x"}
+    call = {"id": "", "function": {"name": "bash", "arguments": "{}"}}
+    use = {"type": "tool_use", "id": "", "name": "bash", "input": {}}
+    schema = {"type": "object", "properties": {f"p{i}": {} for i in range(count)}}
+    function = {"name": "bash", "parameters": schema}
+    return {
+        "a long text": ("chat/completions", {"messages": [{"role": "user", "content": "a " * 50_000}]}),
+        "parts": ("chat/completions", {"messages": [{"role": "user", "content": [text] * count}]}),
+        "calls": ("chat/completions", {"messages": [user, {"role": "assistant", "tool_calls": [call] * count}, user]}),
+        "parameters": ("chat/completions", {"messages": [user], "tools": [{"type": "function", "function": function}]}),
+        "blocks": ("messages", {"messages": [{"role": "user", "content": [text] * 8 * count}]}),
+        "results": ("messages", {"messages": [{"role": "user", "content": [result] * count}]}),
+        "system": ("messages", {"messages": [user], "system": [text] * count}),
+        "uses": ("messages/count_tokens", {"messages": [user, {"role": "assistant", "content": [use] * count}, user]}),
+    }
+
+
+@pytest.mark.parametrize("made_of", list(_bulky()))
+def test_bulky_bodies_are_worked_on_apart_from_the_event_loop(made_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                on_loop.append(name)
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    path, body = _bulky()[made_of]
+    data = orjson.dumps(body)
+    for owner, name in ((Session, "read"), (Session, "render"), (ChatTemplate, "render_prompt")):
+        watch(owner, name)
+    if len(data) > 1 << 20:  # splitting is cheap, but for blocks that become one text
+        watch(routes.anthropic, "read_messages")
+    registry = Registry(template(), Limits())
+    app = create_app(Service(template(), registry, _Upstream(), TOKEN))  # type: ignore[arg-type]
+    session = registry.create(spec())
+    began = time.process_time()
+    status, _reply = ask(app, f"/sessions/{session.session_id}/v1/{path}", data)
+    assert status in (200, 400, 409, 413) and on_loop == []
+    assert time.process_time() - began < 6.0  # in proportion to its size
 
 
 def test_a_slow_body_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

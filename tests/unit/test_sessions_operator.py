@@ -370,7 +370,7 @@ def test_over_the_budget_dead_sessions_are_given_up_and_counted() -> None:
     oldest, busy, recent = (registry.create(spec(attempt_id=name)) for name in "abc")
     with pytest.raises(SessionRefusal, match="3 sessions hold") as caught:
         registry.create(spec(attempt_id="d"))
-    assert caught.value.code is Refusal.OVER_BUDGET
+    assert caught.value.code is Refusal.SERVER_FULL
     with registry.using(busy.session_id):
         now[0] = 11.0
         registry.get(recent.session_id)
@@ -382,11 +382,50 @@ def test_over_the_budget_dead_sessions_are_given_up_and_counted() -> None:
     assert registry.total_bytes == sum(held.session.held_bytes for held in registry)
 
 
-def test_a_session_that_grew_over_the_budget_is_refused_its_next_turn() -> None:
+def test_a_full_server_is_not_the_end_of_a_sequence() -> None:
     with session_bench(Limits(total_bytes=6000)) as bench:
         session_id = spoken(bench)
-        assert refusal(bench.chat(session_id, CHAT)) == (413, "over_budget")
-        assert refusal(bench.post("/sessions", CREATE)) == (413, "over_budget")
+        for reply in (bench.chat(session_id, CHAT), bench.post("/sessions", CREATE)):
+            assert refusal(reply) == (503, "server_full")
+            assert "x-should-retry" not in reply.headers and reply.headers["retry-after"] == "1"
+        assert bench.say(session_id, {"messages": MESSAGES[1:], "max_tokens": 9}).status_code == 503
+
+
+def test_what_an_agent_holds_or_has_in_flight_does_not_keep_its_session_from_being_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rl360.sessions.routes.STORE_WAITS_S", 0.2)
+    limits = Limits(session_requests=4)
+    with session_bench(limits, store=Store()) as bench:
+        session_id = spoken(bench)
+        held = bench.service.registry.get(session_id)
+        bench.engine.gate.clear()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(bench.chat, session_id, CHAT) for _ in range(4)]
+            while len(bench.engine.bodies) < 5 and not any(reply.done() for reply in waiting):
+                time.sleep(0.005)
+            assert refusal(bench.chat(session_id, CHAT)) == (429, "too_many_requests")
+            held.body_bytes += limits.session_bytes  # as many bodies as it may have
+            assert bench.get(f"/sessions/{session_id}/merged").status_code == 200
+            stored = bench.post(f"/sessions/{session_id}/store", {"key": KEY})
+            held.body_bytes -= limits.session_bytes
+            assert stored.status_code == 200, stored.text
+            assert [refusal(reply.result()) for reply in waiting] == [(409, "sealed")] * 4
+
+
+def test_leaves_that_no_object_holds_are_refused_before_they_are_made(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_id = spoken(bench, mode="tree")
+    assert bench.chat(session_id, CHAT).status_code == 200
+    tokens = bench.get(f"/sessions/{session_id}").json()["tokens"]
+    monkeypatch.setattr("rl360.sessions.merge.MAX_SAMPLES_BYTES", 15 * tokens)  # one leaf takes 10 bytes a token
+    monkeypatch.setattr("rl360.sessions.merge._sample", None)
+    reply = bench.post(f"/sessions/{session_id}/store", {"key": KEY, "pick": "all"})
+    assert refusal(reply) == (422, "cannot_merge") and reply.json()["error"]["sampled_tokens"] == 6
+    assert "2 kept leaves" in reply.json()["error"]["message"]
+    monkeypatch.undo()
+    assert bench.post(f"/sessions/{session_id}/store", {"key": KEY, "pick": "last"}).status_code == 200
 
 
 def test_bytes_stay_counted_through_many_sessions() -> None:
