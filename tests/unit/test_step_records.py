@@ -107,6 +107,16 @@ def test_the_flow_reads_no_sample_and_the_trainer_reads_each_once() -> None:
     assert sorted(read) == sorted({record.stored.key for record in RECORDS if record.stored is not None})
 
 
+@pytest.mark.parametrize(("switch", "trained"), [("mask", 2), ("score_zero", 3)])
+def test_the_runs_switch_decides_about_timeouts(switch: str, trained: int) -> None:
+    config = RunConfig.parse({"run": "demo", "rollout": {"unverified_timeout": switch}})
+    store = MemoryStore()
+    table = put_table(cast(Any, store), step_key("demo", 0, "records.msgpack"), [*RECORDS[:SIZE], attempt(0, 2, None)])
+    commit(store, "collect", Produced(objects=[table]))
+    counts = filter_groups(cast(Any, store), config, 0, "run:0").counts
+    assert counts["trained"] == trained and counts.get("infra", 0) == 3 - trained
+
+
 def test_a_step_that_lost_every_session_is_collected_too() -> None:
     lost = [replace(LOST, attempt_id=r.attempt_id, group_id=r.group_id) for r in RECORDS]
     assert collect(cast(Any, rolled_out(lost)), CONFIG, 0, VERDICTS).counts == {
