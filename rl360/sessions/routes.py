@@ -377,6 +377,8 @@ class _Route:
         except StoreUnavailable as error:
             log.warning("%s", error)
             reply = self.refusal(SessionRefusal(Refusal.STORE_UNAVAILABLE, str(error)))
+        except asyncio.CancelledError:  # uvicorn ends and waits no longer
+            reply = self.refusal(SessionRefusal(Refusal.DRAINING, "this server ends now; ask again elsewhere"))
         except _Gone:
             self.service.disconnects += 1
             reply = Reply(status=CLIENT_GONE)

@@ -564,3 +564,27 @@ def test_rl360_sessions_list_and_show(
     code, _, err = run("list")
     assert (code, err.count("\n")) == (1, 1) and "rl360 up" in err
     assert os.environ["RL360_HOME"].endswith("nothing")
+
+
+def test_who_still_waits_when_the_process_ends_is_told_so(bench: Bench) -> None:
+    session_id = spoken(bench)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def ended() -> None:
+        path = f"/sessions/{session_id}/v1/messages"
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
+        scope |= {"query_string": b"", "root_path": "", "scheme": "http", "server": ("x", 1), "http_version": "1.1"}
+        waiting = asyncio.create_task(create_app(bench.service)(scope, receive, send))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await waiting
+
+    asyncio.run(ended())
+    assert sent[0]["status"] == 503 and b"draining" in sent[1]["body"]
+    assert bench.service.registry.in_flight == 0
