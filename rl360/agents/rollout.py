@@ -233,9 +233,9 @@ class RolloutClient:
         try:
             ref = SampleRef.from_wire(orjson.loads(answer), url)
         except (orjson.JSONDecodeError, CorruptObject) as error:
-            raise _Lost(Outcome.SESSION_LOST, f"{url}: reply is not a reference ({error})"[:500]) from None
+            raise _Lost(Outcome.SESSION_LOST, _shown(f"{url}: reply is not a reference ({error})"[:500], url)) from None
         if ref.key != key:
-            raise _Lost(Outcome.SESSION_LOST, f"{url}: stored under {ref.key}, was asked for {key}")
+            raise _Lost(Outcome.SESSION_LOST, _shown(f"{url}: stored under {ref.key}, was asked for {key}", url))
         return ref
 
     async def _ask_sessions(self, url: str, body: dict[str, Any]) -> bytes:
@@ -286,24 +286,30 @@ async def _send(
             status, answer = await _answer(http, "POST", url, body, timeout_s)
             if status < 300:
                 return answer
-            said = f"{url} answered {status}: {' '.join(answer.decode(errors='replace').split())[:300]}"
+            said = _shown(f"{url} answered {status}: {' '.join(answer.decode(errors='replace').split())[:300]}", url)
             if status in _REFUSED:
                 raise BadInput(said)
             if status != 503:
                 raise _Lost(lost_as, said, answer)
             unstored = _error(answer).get("code") == "store_unavailable"
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            said = f"{url} refuses connections ({error})"
+            said = _shown(f"{url} refuses connections ({error})", url)
         except TimeoutError:
-            raise _Lost(lost_as, f"{url}: no answer within {timeout_s:g} s") from None
+            raise _Lost(lost_as, _shown(f"{url}: no answer within {timeout_s:g} s", url)) from None
         except aiohttp.ClientError as error:
-            said = f"{url}: {type(error).__name__} {error}"[:300]
+            said = _shown(f"{url}: {type(error).__name__} {error}"[:300], url)
             if not repeatable:
                 raise _Lost(lost_as, said) from None
         if time.monotonic() + pause_s > give_up_at:
             raise StoreUnavailable(said) if unstored else _Lost(lost_as, said)
         await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
         pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+
+def _shown(text: str, url: str) -> str:
+    """`text` without the session id in `url`: who has the id may speak in the session, and this goes into logs."""
+    _, found, rest = url.partition("/sessions/")
+    return text.replace(rest.partition("/")[0], "ID") if found and rest else text
 
 
 def _error(answer: bytes) -> dict[str, Any]:

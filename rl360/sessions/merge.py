@@ -31,6 +31,9 @@ MAX_SAMPLES_BYTES = 2 << 30  # half of what an object can hold; who reads it has
 _ROW_BYTES = 4 + 4 + 1 + 1  # id, log-probability, mask, which forward
 
 
+MAX_LEAVES = 16  # kept of one session: how often an agent tries again must not decide how large its reference gets
+
+
 class Pick(StrEnum):
     """Which leaves of a tree become samples. A linear session has one: the path of its last turn."""
 
@@ -102,18 +105,18 @@ def _merge(held: SessionSnapshot, pick: Pick) -> tuple[MergedSample, ...]:
 
 
 def _leaves(turns: tuple[Turn, ...], pick: Pick) -> list[Turn]:
-    """The kept leaves in the order they were recorded."""
+    """The kept leaves in the order they were recorded, of more than `MAX_LEAVES` the latest."""
     if pick is Pick.LAST:
         return [turns[-1]]
     parents = {turn.parent for turn in turns}
     leaves = [turn for turn in turns if turn.index not in parents]
     if pick is Pick.ALL:
-        return leaves
+        return leaves[-MAX_LEAVES:]
     root_of: dict[int, int] = {}
     for turn in turns:  # parents come before their children
         root_of[turn.index] = turn.index if turn.parent is None else root_of[turn.parent]
     latest = {root_of[leaf.index]: leaf.index for leaf in leaves}
-    return [leaf for leaf in leaves if latest[root_of[leaf.index]] == leaf.index]
+    return [leaf for leaf in leaves if latest[root_of[leaf.index]] == leaf.index][-MAX_LEAVES:]
 
 
 def _sample(held: SessionSnapshot, number: int, line: list[Turn], owned: list[Turn], left: list[Turn]) -> MergedSample:

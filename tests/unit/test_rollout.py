@@ -79,9 +79,12 @@ def server(
             if self.path == "/run":
                 status, body = answers[min(asked.count("/run"), len(answers) - 1)]
             elif self.path == "/sessions":
-                status, body = 200, {"session_id": "a", "base_url": "http://h/sessions/a/v1"}
+                status, body = (
+                    200,
+                    {"session_id": "id-of-a-session", "base_url": "http://h/sessions/id-of-a-session/v1"},
+                )
             else:
-                status, body = stored if self.path == "/sessions/a/store" else (200, {})
+                status, body = stored if self.path == "/sessions/id-of-a-session/store" else (200, {})
             if bodies is not None:
                 bodies[self.path] = sent
             asked.append(self.path)
@@ -160,17 +163,17 @@ def test_a_record_holds_the_reference_the_session_server_answered(tmp_path: Path
     assert record.outcome is Outcome.PASSED and record.verdict is not None
     assert record.stored is not None and record.stored.to_wire() == stored_at(KEY)
     assert record.sampled_tokens == 12 and len(record.stored.leaves) == 2
-    assert bodies["/sessions/a/store"] == {"key": KEY, "pick": "all"}
+    assert bodies["/sessions/id-of-a-session/store"] == {"key": KEY, "pick": "all"}
     said = {name: bodies["/sessions"][name] for name in ("mode", "matcher", "sampling_policy", "thinking")}
     assert said == {"mode": "tree", "matcher": "strict", "sampling_policy": "record", "thinking": False}
-    assert asked == ["/sessions", "/run", "/sessions/a/store"], "nothing of the samples is fetched"
+    assert asked == ["/sessions", "/run", "/sessions/id-of-a-session/store"], "nothing of the samples is fetched"
     assert len(pack(record.to_wire())) < 2048
 
 
 @pytest.mark.parametrize(
     ("stored", "detail"),
     [
-        ((404, {"error": {"code": "not_found", "message": "no such session here"}}), "no such session here"),
+        ((404, {"error": {"code": "not_found", "message": "id-of-a-session is gone"}}), "ID is gone"),
         ((422, {"error": {"code": "bad_body", "message": "no key"}}), "no key"),
         ((422, "a proxy's own words"), "a proxy's own words"),
         ((200, stored_at(KEY.replace("0003", "0004"))), "was asked for"),
@@ -189,6 +192,7 @@ def test_a_verdict_without_its_samples_is_a_lost_session(
         (Outcome.SESSION_LOST, None, None)
     ]
     assert detail in records[0].detail
+    assert "id-of-a-session" not in records[0].detail, "who has the id may speak in the session"
 
 
 @pytest.mark.parametrize(("switch", "outcome"), [("mask", Outcome.AGENT_TIMEOUT), ("score_zero", Outcome.SESSION_LOST)])
@@ -212,7 +216,7 @@ def test_a_session_that_cannot_be_merged_keeps_its_verdict(tmp_path: Path, told:
     assert record.outcome is Outcome.PASSED and record.verdict is not None and record.stored is None
     assert record.unmerged_tokens == record.sampled_tokens == sampled
     assert "ids are not those it sampled" in record.detail
-    assert asked == ["/sessions", "/run", "/sessions/a/store"]
+    assert asked == ["/sessions", "/run", "/sessions/id-of-a-session/store"]
 
 
 def test_a_lost_try_that_cannot_be_merged_is_counted_too(tmp_path: Path) -> None:
@@ -230,7 +234,7 @@ def test_a_store_that_is_away_loses_no_session(tmp_path: Path, monkeypatch: pyte
     refusal = pytest.raises(StoreUnavailable, match="object store did not answer")
     with server((200, run_reply("passed")), stored=away) as (url, asked), refusal:
         roll_out(tmp_path, url)
-    assert asked.count("/sessions/a/store") > 1
+    assert asked.count("/sessions/id-of-a-session/store") > 1
 
 
 def test_a_session_server_that_cannot_store_at_all_stops_the_step(tmp_path: Path) -> None:
@@ -291,7 +295,7 @@ def test_a_server_that_stays_away_is_an_outcome(tmp_path: Path, monkeypatch: pyt
     assert "refuses connections" in records[0].detail and not asked
 
 
-@pytest.mark.parametrize("path", ["/sessions", "/sessions/a/store"])
+@pytest.mark.parametrize("path", ["/sessions", "/sessions/id-of-a-session/store"])
 def test_a_session_server_that_hangs_up_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -316,7 +320,7 @@ def test_a_run_that_may_have_begun_is_never_sent_twice(tmp_path: Path) -> None:
         "/sessions",
         "/run",
         "/flush",
-        "/sessions/a/store",
+        "/sessions/id-of-a-session/store",
     ]
     assert asked.count("/run") == 2 and bodies["/run"]["attempt_id"] == second.attempt_id == "s000000-g000-a00-t1"
 

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl360.ledger.outcomes import DROPPED
 from rl360.sessions.core import Session
-from rl360.sessions.merge import Pick, SessionSnapshot, merge, snapshot
+from rl360.sessions.merge import MAX_LEAVES, Pick, SessionSnapshot, merge, snapshot
 from rl360.sessions.messages import Message
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.routing import RowForward
-from rl360.sessions.sample import LeafCounts, MergedSample
+from rl360.sessions.sample import LeafCounts, MergedSample, SampleRef
 from rl360.sessions.turns import SessionMode, Turn
+from rl360.store.codec import pack
 from tests.unit.sessions_data import (
     OPENING,
     SHAPE,
@@ -145,6 +147,21 @@ def test_every_leaf_is_a_sample_and_each_completion_trains_once() -> None:
     assert sorted(trained) == sorted(made)
     assert sum(sample.sampled_tokens for sample in samples) == session.sampled_tokens
     assert [sample.dropped for sample in samples] == [{}, {}, {}]
+
+
+def test_a_reference_stays_small_however_often_an_agent_tries_again() -> None:
+    session = new_session(mode=SessionMode.TREE)
+    for _ in range(MAX_LEAVES + 5):
+        session.commit(session.prepare(request(OPENING)), completion("done<|im_end|>"))
+    samples = merge(snapshot(session), Pick.ALL)
+    assert len(samples) == MAX_LEAVES
+    assert sum(sample.sampled_tokens for sample in samples) == session.sampled_tokens
+    assert samples[0].dropped == {"prefix_break": 5 * session.turns[0].sampled}
+    everything = dict.fromkeys(map(str, DROPPED), 1_000_000)
+    leaves = [replace(leaf, sampled_tokens=leaf.trainable) for leaf in counts(samples)]
+    leaves[0] = replace(leaves[0], dropped=everything, sampled_tokens=leaves[0].trainable + sum(everything.values()))
+    key = f"{'r' * 41}/steps/000123/merged/0007/s000123-g4711-a15-t10.msgpack"
+    assert len(pack(SampleRef(key, "0" * 64, 28_000_000, tuple(leaves)).to_wire())) < 2048
 
 
 def test_every_leaf_is_checked_over_its_whole_prefix() -> None:
