@@ -41,8 +41,8 @@ def measure(names: tuple[str, ...], options: Options) -> Iterator[Row]:
         yield from ROWS[name](options)
 
 
-def chosen(text: str) -> tuple[str, ...]:
-    """Names from `a,b`; empty means all."""
+def chosen(text: str | None) -> tuple[str, ...]:
+    """Names from `a,b`; None means all."""
     return chosen_rows(text, tuple(ROWS), tuple(ROWS))
 
 

@@ -75,13 +75,15 @@ def at_least(
     return Row(name, baseline, ours, unit, f">= {limit:g} {unit}", ours >= limit, detail)
 
 
-def chosen_rows(text: str, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of rows from `a,b`; empty means `default`."""
+def chosen_rows(text: str | None, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of rows from `a,b`; None means `default`."""
+    if text is None:
+        return default
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     unknown = [name for name in names if name not in known]
-    if unknown:
-        raise BadInput(f"--rows {unknown[0]}: no such row; choose among {', '.join(known)}")
-    return names or default
+    if unknown or not names:
+        raise BadInput(f"--rows {unknown[0] if unknown else text!r}: no such row; choose among {', '.join(known)}")
+    return names
 
 
 def median_of(measure: Callable[[], float], times: int) -> float:

@@ -16,13 +16,23 @@ MODULES = {
     "hit_rate": "gateway_rows",
     "collection": "collection",
 }
+# rows that are measured with another and come after it
+WITH = {
+    "coordinator_cpu_orjson": "coordinator_cpu",
+    "routing_bytes_mb_engine": "routing_bytes_mb",
+    "routing_bytes_mb_store": "routing_bytes_mb",
+    "turn61_vs_turn2_routing": "turn61_vs_turn2",
+    "rss_growth_per_1k_sessions": "turns_per_s",
+    "collection_coordinator": "collection",
+}
 ON_REQUEST = frozenset({"collection"})  # minutes to an hour, and writes to the store
 DEFAULT = tuple(name for name in MODULES if name not in ON_REQUEST)
 
 
-def chosen(text: str) -> tuple[str, ...]:
-    """Names from `a,b`; empty means the default ones."""
-    return chosen_rows(text, tuple(MODULES), DEFAULT)
+def chosen(text: str | None) -> tuple[str, ...]:
+    """Names from `a,b`, where a row that comes with another means both; None means the default ones."""
+    named = chosen_rows(text, (*MODULES, *WITH), DEFAULT)
+    return tuple(dict.fromkeys(WITH.get(name, name) for name in named))
 
 
 def measure(names: tuple[str, ...], options: Options) -> Iterator[Row]:

@@ -23,7 +23,9 @@ def register(app: typer.Typer) -> None:
 
 
 def sessions(
-    rows: Annotated[str, typer.Option(help="Only these rows, joined by commas (default: all but collection).")] = "",
+    rows: Annotated[
+        str | None, typer.Option(help="Only these rows, joined by commas (default: all but collection).")
+    ] = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
     count: Annotated[int, typer.Option(min=1, help="Trajectories of the collection row.")] = 8192,
@@ -41,7 +43,7 @@ def sessions(
 
 
 def objective(
-    rows: Annotated[str, typer.Option(help="Only these rows, joined by commas (default: all).")] = "",
+    rows: Annotated[str | None, typer.Option(help="Only these rows, joined by commas (default: all).")] = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:

@@ -119,8 +119,11 @@ def test_json_lines_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_names_of_rows() -> None:
-    assert suite.chosen("") == suite.DEFAULT and "collection" not in suite.DEFAULT
+    assert suite.chosen(None) == suite.DEFAULT and "collection" not in suite.DEFAULT
     assert suite.chosen("collection, hit_rate") == ("collection", "hit_rate")
+    assert suite.chosen("rss_growth_per_1k_sessions,turns_per_s") == ("turns_per_s",)
+    with pytest.raises(BadInput, match="no such row"):
+        suite.chosen("")
     with pytest.raises(BadInput, match="nope"):
         suite.chosen("turns_per_s,nope")
 

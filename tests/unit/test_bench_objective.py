@@ -60,7 +60,7 @@ def test_the_bare_loop_takes_the_same_steps_as_the_trainer(monkeypatch: pytest.M
 
 
 def test_names_lines_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert suite.chosen("") == ("advantages_ms", "packing_ms", "trainer_tokens")
+    assert suite.chosen(None) == ("advantages_ms", "packing_ms", "trainer_tokens")
     with pytest.raises(BadInput, match="nope"):
         suite.chosen("packing_ms,nope")
     missed = Row("packing_ms", 2.0, 4.0, "ms", "<= 1 ms", False)

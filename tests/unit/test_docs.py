@@ -11,6 +11,7 @@ import pytest
 import typer.main
 
 from rl360.cli import COMMANDS
+from rl360.config import reference
 from rl360.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,3 +64,8 @@ def test_fields_in_the_pages_exist() -> None:
             for part in field.split("."):
                 assert part in value, f"{page.name}: {field}"
                 value = value[part]
+
+
+def test_the_config_page_is_the_config() -> None:
+    told = (ROOT / "docs" / "config.md").read_text()
+    assert told == reference.page(), "run: python -m rl360.config.reference > docs/config.md"
