@@ -10,6 +10,11 @@ import typer
 
 from rl360.errors import BadInput, ServiceError
 
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(help="0600 file with the bearer token (default: $RL360_TOKEN_FILE, else `token` in $RL360_HOME)."),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add `rl360 sessions serve|list|show` to the command line."""
@@ -25,9 +30,7 @@ def serve(
     model: Annotated[Path, typer.Option(help="Directory with tokenizer.json, config.json and the chat template.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65_535, help="Port to listen on.")] = 13_200,
-    token_file: Annotated[
-        Path | None, typer.Option(help="0600 file with the bearer token (default: $RL360_TOKEN_FILE).")
-    ] = None,
+    token_file: TokenFileOption = None,
     family: Annotated[
         str | None, typer.Option(help="Chat template family (default: recognised by the directory).")
     ] = None,
@@ -85,18 +88,16 @@ UrlOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 
 
-def list_sessions(url: UrlOption = None, as_json: JsonOption = False) -> None:
+def list_sessions(url: UrlOption = None, token_file: TokenFileOption = None, as_json: JsonOption = False) -> None:
     """Every session of the running session servers, the longest unused first. Exit 1 when a server does not answer.
 
     Example: rl360 sessions list
     """
-    rows, silent = _rows(url)
-    if as_json:
-        typer.echo(json.dumps(rows))
-    else:
-        _table(rows)
-    if silent:
-        raise ServiceError(f"no answer from {', '.join(silent)}; see `rl360 status` and `rl360 logs sessions-0`")
+    rows, answered, problems = _rows(url, token_file)
+    if answered:
+        typer.echo(json.dumps(rows)) if as_json else _table(rows)
+    if problems:
+        raise ServiceError("; ".join(problems))
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
@@ -114,18 +115,21 @@ def _table(rows: list[dict[str, Any]]) -> None:
 def show(
     session_id: Annotated[str, typer.Argument(metavar="ID", help="A session's id, or the start of it.")],
     url: UrlOption = None,
+    token_file: TokenFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """One session: its counts, and a row a turn. No ids of tokens, no text.
 
     Example: rl360 sessions show 7Jq2
     """
-    rows, silent = _rows(url)
+    rows, _answered, problems = _rows(url, token_file)
     found = [row for row in rows if row["session_id"].startswith(session_id)]
+    if not found and problems:
+        raise ServiceError("; ".join(problems))
     if len(found) != 1:
-        unasked = f" ({', '.join(silent)} did not answer)" if silent else ""
-        raise BadInput(f"{len(found)} sessions start with {session_id!r}{unasked}; `rl360 sessions list` shows all")
-    told = {**_get(found[0]["server"], f"/sessions/{found[0]['session_id']}", url), "server": found[0]["server"]}
+        raise BadInput(f"{len(found)} sessions start with {session_id!r}; `rl360 sessions list` shows all")
+    server = found[0]["server"]
+    told = {**_get(server, f"/sessions/{found[0]['session_id']}", _headers(url, token_file)), "server": server}
     if as_json:
         typer.echo(json.dumps(told))
         return
@@ -133,39 +137,58 @@ def show(
     for name, value in told.items():
         typer.echo(f"{name:<24} {json.dumps(value) if isinstance(value, dict) else value}")
     typer.echo(f"\n{'TURN':>4}{'AFTER':>6}{'PROMPT':>8}{'CACHED':>8}{'SAMPLED':>8}  FINISH  CALLS  SPELLING     WORKER")
-    for number, turn in enumerate(turns):
-        after = "-" if turn["parent"] is None else turn["parent"]
+    for number, turn in enumerate(turns, start=1):
+        after = "-" if turn["parent"] is None else turn["parent"] + 1
         typer.echo(
             f"{number:>4}{after:>6}{turn['prompt_tokens']:>8}{turn['cached_tokens']:>8}{turn['sampled_tokens']:>8}  "
             f"{turn['finish_reason']:<8}{turn['tool_calls']:>5}  {turn['canonical']:<12} {turn['worker']}"
         )
 
 
-def _rows(url: str | None) -> tuple[list[dict[str, Any]], list[str]]:
-    """(sessions with their `server`, the longest unused first; servers that did not answer, and why)."""
+def _rows(url: str | None, token_file: Path | None) -> tuple[list[dict[str, Any]], int, list[str]]:
+    """(sessions with their `server`, the longest unused first; servers that answered; what is wrong with others)."""
     from rl360.config.services import load_services
 
     rows: list[dict[str, Any]] = []
-    silent = []
-    for at in [url] if url else load_services().session_urls:
+    servers = [url] if url else load_services().session_urls
+    headers, problems = _headers(url, token_file), []
+    for at in servers:
         try:
-            rows += [{**row, "server": at} for row in _get(at, "/sessions", url)["sessions"]]
+            rows += [{**row, "server": at} for row in _get(at, "/sessions", headers)["sessions"]]
         except ServiceError as error:
-            silent.append(str(error))
-    return sorted(rows, key=lambda row: -row["idle_s"]), silent
+            problems.append(str(error))
+    return sorted(rows, key=lambda row: -row["idle_s"]), len(servers) - len(problems), problems
 
 
-def _get(at: str, path: str, url: str | None) -> Any:
-    """The reply of a session server; with --url the token is that of $RL360_TOKEN_FILE."""
-    import httpx
-
+def _headers(url: str | None, token_file: Path | None) -> dict[str, str]:
+    """The token of this home's services, unless another server or another file is named."""
     from rl360.config.services import load_services, service_token
 
-    headers = {"Authorization": f"Bearer {service_token()}"} if url else load_services().auth_headers()
+    if url is None and token_file is None:
+        return load_services().auth_headers()
+    return {"Authorization": f"Bearer {service_token(token_file)}"}
+
+
+def _get(at: str, path: str, headers: dict[str, str]) -> Any:
+    """The reply of a session server; `ServiceError` with what to do when there is none."""
+    import httpx
+
     try:
         reply = httpx.get(at.rstrip("/") + path, headers=headers, timeout=20.0, trust_env=False)
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL):
+        raise BadInput(f"--url {at!r} is not an address; use http://HOST:PORT of a session server") from None
     except httpx.HTTPError as error:
-        raise ServiceError(f"{at}: {error}") from None
-    if reply.status_code != 200:
-        raise ServiceError(f"{at} answered {reply.status_code}: {reply.text[:200]}")
-    return reply.json()
+        why = str(error) or type(error).__name__
+        raise ServiceError(f"no answer from {at} ({why}); see `rl360 status` and `rl360 logs sessions-0`") from None
+    if reply.status_code == 401:
+        raise ServiceError(f"{at} answered 401: it has another token; name its file with --token-file")
+    try:
+        told = reply.json()
+        if reply.status_code == 200 and ("sessions" in told or "session_id" in told):
+            return told
+        problem = told["error"]["message"] if told["error"]["code"] == "not_found" and path != "/sessions" else None
+    except (ValueError, LookupError, TypeError):
+        problem = None
+    if problem is not None:
+        raise ServiceError(f"{at}: {problem}")
+    raise ServiceError(f"{at} is not a session server: it answered {reply.status_code} to GET {path}")

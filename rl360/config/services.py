@@ -89,15 +89,26 @@ def load_services(home: Path | None = None) -> Services:
         raise BadInput(f"{path}: not a services file ({explain(error)})") from None
 
 
-def service_token() -> str:
-    """The bearer token of this process, from the file `RL360_TOKEN_FILE` names."""
-    path = os.environ.get("RL360_TOKEN_FILE", "")
-    if not path:
-        raise Rl360Error("RL360_TOKEN_FILE is not set: a service needs the path of its 0600 token file")
+def service_token(token_file: Path | None = None) -> str:
+    """The bearer token of this process: of `token_file`, else of the file `RL360_TOKEN_FILE` names, else that of the
+    local home. A file that others can read is refused."""
+    named = token_file or os.environ.get("RL360_TOKEN_FILE")
+    path = Path(named) if named else home_dir() / "token"
+    if not named and not path.exists():
+        raise Rl360Error(
+            f"no token: {path}, which `rl360 up` writes, is not there; name a 0600 file with --token-file "
+            "or RL360_TOKEN_FILE"
+        )
     try:
-        token = Path(path).read_text().strip()
+        mode = path.stat().st_mode
+        token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise Rl360Error(f"cannot read the token in {path} ({type(error).__name__}); run `rl360 up`") from None
+        raise Rl360Error(
+            f"cannot read the token in {path} ({type(error).__name__}); name another file with --token-file, "
+            "or run `rl360 up`"
+        ) from None
+    if mode & 0o077:
+        raise Rl360Error(f"{path} is readable by others (mode {mode & 0o777:o}); run `chmod 600 {path}`")
     if len(token) < 16:
         raise Rl360Error(f"token in {path} is {len(token)} characters, need at least 16")
     return token

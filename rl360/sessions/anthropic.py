@@ -27,6 +27,7 @@ _ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     501: "api_error",
     502: "api_error",
     503: "overloaded_error",
@@ -102,7 +103,7 @@ def _user(blocks: list[Any], where: str) -> tuple[Message, ...]:
             else:
                 messages.append({"role": "user", "content": [part]})
         else:
-            raise refuse(f"{place}: a {kind} block is not supported in a user message; use text and tool_result")
+            raise refuse(f"{place}: {_a(kind)} block is not supported in a user message; use text and tool_result")
     if not messages:
         raise refuse(f"{where}: content is empty")
     return tuple(message for item in messages for message in openai_message(item, where))
@@ -123,7 +124,7 @@ def _assistant(blocks: list[Any], where: str) -> tuple[Message, ...]:
             function = {"name": block.get("name"), "arguments": _json(block["input"], place)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         else:
-            raise refuse(f"{place}: a {kind} block is not supported in an assistant message")
+            raise refuse(f"{place}: {_a(kind)} block is not supported in an assistant message")
     reasoning = "".join(thoughts) or None
     message = {"role": "assistant", "content": "".join(texts), "reasoning_content": reasoning, "tool_calls": calls}
     return openai_message(message, where)
@@ -141,6 +142,10 @@ def _kind(block: Any) -> str:
     return kind[:40] if isinstance(kind, str) else type(block).__name__
 
 
+def _a(kind: str) -> str:
+    return f"{'an' if kind[:1] in tuple('aeiou') else 'a'} {kind}"
+
+
 def _text(content: Any, where: str) -> str:
     """The text of a string or of text blocks."""
     if isinstance(content, str):
@@ -149,7 +154,7 @@ def _text(content: Any, where: str) -> str:
         raise refuse(f"{where} is {type(content).__name__}, use a string or a list of text blocks")
     for block in content:
         if _kind(block) != "text" or not isinstance(block.get("text"), str):
-            raise refuse(f"{where}: a {_kind(block)} block is not supported here; use text")
+            raise refuse(f"{where}: {_a(_kind(block))} block is not supported here; use text")
     return "".join(block["text"] for block in content)
 
 

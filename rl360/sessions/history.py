@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rl360.errors import BadInput
 from rl360.sessions.messages import Message
+from rl360.sessions.refusals import Refusal, SessionRefusal
 
 if TYPE_CHECKING:
     from rl360.sessions.turns import Turn
@@ -77,7 +79,8 @@ MATCHERS: dict[str, Matcher] = {
 
 
 def load_matcher(name: str) -> Matcher:
-    """A matcher of `MATCHERS`, or `module:function` taking (stored, sent) and answering whether they match.
+    """A matcher of `MATCHERS`, or `module:function` taking (stored, sent) and answering whether they match; when it
+    raises, that is `bad_matcher`.
 
     Imports the module: never call it with a name that an agent sent. `BadInput` when there is no such function.
     """
@@ -96,7 +99,12 @@ def load_matcher(name: str) -> Matcher:
     def custom(stored: Message, sent: Message) -> Match | None:
         if strict(stored, sent):
             return Match.EXACT
-        return Match.CUSTOM if function(stored, sent) else None
+        try:
+            return Match.CUSTOM if function(stored, sent) else None
+        except Exception as error:  # its text may hold what was said: only its type and its place are told
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"matcher {name} of this server raised {type(error).__name__} ({at.filename}:{at.lineno})"
+            raise SessionRefusal(Refusal.BAD_MATCHER, problem) from None
 
     return custom
 

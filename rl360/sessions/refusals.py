@@ -32,6 +32,7 @@ class Refusal(StrEnum):
     LENGTH = "length"
     OVER_BUDGET = "over_budget"
     CANNOT_MERGE = "cannot_merge"
+    BAD_MATCHER = "bad_matcher"
     TOO_MANY = "too_many_requests"
     NO_STORE = "no_store"
     BAD_UPSTREAM = "bad_upstream"
@@ -62,6 +63,7 @@ HTTP_STATUS: dict[Refusal, int] = {
     Refusal.OVER_BUDGET: 413,
     Refusal.CANNOT_MERGE: 422,
     Refusal.TOO_MANY: 429,
+    Refusal.BAD_MATCHER: 500,
     Refusal.NO_STORE: 501,
     Refusal.BAD_UPSTREAM: 502,
     Refusal.NO_ENGINE: 502,
@@ -86,12 +88,14 @@ _RETRY = frozenset(code for code, status in HTTP_STATUS.items() if status in (40
 
 class SessionRefusal(Rl360Error):
     """A request that was refused, with its code; the message is one line. `sampled`: ids the engine sampled for it,
-    None when nobody says; when a session cannot be merged, all it sampled."""
+    None when nobody says; when a session cannot be merged, all it sampled. `hopeless`: what was refused is the request
+    itself, whatever the code."""
 
-    def __init__(self, code: Refusal, message: str, sampled: int | None = None) -> None:
+    def __init__(self, code: Refusal, message: str, sampled: int | None = None, *, hopeless: bool = False) -> None:
         super().__init__(message)
         self.code = code
         self.sampled = sampled
+        self.hopeless = hopeless
 
     @property
     def status(self) -> int:
@@ -100,4 +104,4 @@ class SessionRefusal(Rl360Error):
     @property
     def retry(self) -> bool:
         """Whether sending the same request again may succeed."""
-        return self.code in _RETRY
+        return self.code in _RETRY and not self.hopeless

@@ -6,10 +6,12 @@ deleted or `drain_s` is over, then the process ends with 0; a second SIGTERM, or
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
 import signal
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,6 +30,9 @@ from rl360.sessions.routing import RoutingShape
 from rl360.sessions.upstream import Upstream
 from rl360.store.object_store import ObjectStore
 
+log = logging.getLogger("rl360.sessions")
+
+_BACKLOG = 4096
 _FILES = 65_536  # two connections a request in flight
 _TICKS_PER_SWEEP = 300  # of 0.1 s
 
@@ -56,14 +61,12 @@ def build_service(options: ServeOptions) -> Service:
     routing = RoutingShape.from_model_dir(options.model_dir) if options.return_routed_experts else None
     if options.return_routed_experts and routing is None:
         raise BadInput(f"{options.model_dir} is a dense model: it has no routed experts to return")
-    if options.token_file is not None:
-        os.environ["RL360_TOKEN_FILE"] = str(options.token_file)
     matchers = {**MATCHERS, **{name: load_matcher(name) for name in options.matchers}}
     return Service(
         template=template,
         registry=Registry(template, options.limits, matchers, routing),
         upstream=Upstream(options.upstream, template.vocab_size, template.stop_ids, options.deadline_s, routing),
-        token=service_token(),
+        token=service_token(options.token_file),
         store_in=ObjectStore.from_services(load_services()) if options.store else None,
         drain_s=options.drain_s,
     )
@@ -119,8 +122,40 @@ def serve(options: ServeOptions) -> None:
         ws="none",
         access_log=False,
         log_level="warning",
-        backlog=4096,
+        backlog=_BACKLOG,
         timeout_keep_alive=120,  # an agent thinks nothing of a minute between two turns
         timeout_graceful_shutdown=5,
     )
-    DrainingServer(config, service).run()
+    listeners = listen(options.host, options.port)
+    store = service.store_in
+    log.info(
+        "listening on http://%s:%d, family %s, model %s, upstream %s, store %s; the HTTP surface is at /docs",
+        *(options.host, options.port, service.template.family, options.model_dir, options.upstream),
+        f"{store.endpoint_url}/{store.bucket}" if store else "none",
+    )
+    DrainingServer(config, service).run(listeners)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address of `host` that this machine has."""
+    listeners: list[socket.socket] = []
+    absent: OSError | None = None
+    try:
+        for family, _type, _protocol, _name, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                listeners.append(socket.create_server(address, family=family, backlog=_BACKLOG))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                absent = error
+        if absent is not None and not listeners:
+            raise absent
+    except (OSError, UnicodeError) as error:
+        for listener in listeners:
+            listener.close()
+        if isinstance(error, socket.gaierror) or not isinstance(error, OSError):
+            why = str(getattr(error, "strerror", None) or "not a host's name")
+        else:  # what create_server raises repeats the address in its text
+            why = os.strerror(error.errno or 0)
+        raise BadInput(f"cannot listen on {host} port {port}: {why}; choose others with --host and --port") from None
+    return listeners

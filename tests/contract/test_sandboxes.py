@@ -426,6 +426,7 @@ class Server:
         self.home.mkdir(parents=True, exist_ok=True)
         token = self.home / "token"
         token.write_text(TOKEN)
+        token.chmod(0o600)
         argv = [sys.executable, "-m", "rl360.harbor.server", "--port", str(self.port), "--home", str(self.home)]
         argv += ["--max-concurrent", str(self.max_concurrent), "--queue-limit", str(self.queue_limit)]
         env = {**os.environ, "RL360_TOKEN_FILE": str(token)}

@@ -86,13 +86,25 @@ def test_home_is_absolute_and_may_be_moved(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_service_needs_its_token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RL360_TOKEN_FILE", raising=False)
-    with pytest.raises(Rl360Error, match="RL360_TOKEN_FILE is not set"):
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "home"))
+    with pytest.raises(Rl360Error, match=r"home/token, which `rl360 up` writes, .*--token-file"):
         service_token()
     monkeypatch.setenv("RL360_TOKEN_FILE", str(tmp_path / "token"))
     with pytest.raises(Rl360Error, match=r"cannot read the token .*token"):
         service_token()
     (tmp_path / "token").write_text("too short\n")
+    (tmp_path / "token").chmod(0o640)
+    with pytest.raises(Rl360Error, match=r"readable by others \(mode 640\); run `chmod 600 .*token`"):
+        service_token()
+    (tmp_path / "token").chmod(0o600)
     with pytest.raises(Rl360Error, match="is 9 characters, need at least 16"):
         service_token()
     (tmp_path / "token").write_text("x" * 16 + "\n")
     assert service_token() == "x" * 16
+    (tmp_path / "home").mkdir()
+    for name, letter in (("home/token", "h"), ("named", "n")):
+        (tmp_path / name).write_text(letter * 16)
+        (tmp_path / name).chmod(0o600)
+    assert service_token(tmp_path / "named") == "n" * 16
+    monkeypatch.delenv("RL360_TOKEN_FILE")
+    assert service_token() == "h" * 16

@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import hashlib
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +22,7 @@ from rl360.cli import main
 from rl360.config.services import Secrets
 from rl360.errors import BadInput
 from rl360.sessions import bodies
+from rl360.sessions.history import load_matcher
 from rl360.sessions.openapi import ENDPOINTS
 from rl360.sessions.refusals import HTTP_STATUS, Refusal, SessionRefusal
 from rl360.sessions.registry import Limits, Registry
@@ -308,45 +305,6 @@ def test_sigterm_drains_and_a_second_one_ends_it(bench: Bench, monkeypatch: pyte
     assert server.should_exit
 
 
-def test_the_process_serves_drains_and_ends_with_zero(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    model = write_model_dir(tmp_path / "model")
-    port = _free_port()
-    argv = [sys.executable, "-m", "rl360.cli", "sessions", "serve", "--upstream", "http://127.0.0.1:9"]
-    argv += ["--model", str(model), "--port", str(port), "--token-file", str(token), "--drain-s", "30"]
-    with httpx.Client(timeout=5, trust_env=False) as http:
-        process = subprocess.Popen(argv)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    assert http.get(f"{url}/health").json()["status"] == "ok"
-                    break
-                except httpx.TransportError:
-                    assert process.poll() is None and time.monotonic() < deadline
-                    time.sleep(0.05)
-            session_id = http.post(f"{url}/sessions", json=CREATE, headers=BEARER).json()["session_id"]
-            process.send_signal(signal.SIGTERM)
-            while http.get(f"{url}/health").json()["status"] == "ok":
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            assert process.poll() is None
-            assert http.delete(f"{url}/sessions/{session_id}", headers=BEARER).status_code == 204
-            assert process.wait(timeout=30) == 0
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_rl360_up_starts_it_with_options_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     options = UpOptions(home="/h", model_dir="/m", sessions=2, matchers=("a:b", "c:d"))
     secrets = Secrets(token=TOKEN, s3_access_key="a", s3_secret_key="b")
@@ -405,6 +363,8 @@ def test_what_an_agent_holds_or_has_in_flight_does_not_keep_its_session_from_bei
             while len(bench.engine.bodies) < 5 and not any(reply.done() for reply in waiting):
                 time.sleep(0.005)
             assert refusal(bench.chat(session_id, CHAT)) == (429, "too_many_requests")
+            said = bench.say(session_id, {"messages": MESSAGES[1:], "max_tokens": 9})
+            assert (said.status_code, said.json()["error"]["type"]) == (429, "rate_limit_error")
             held.body_bytes += limits.session_bytes  # as many bodies as it may have
             assert bench.get(f"/sessions/{session_id}/merged").status_code == 200
             stored = bench.post(f"/sessions/{session_id}/store", {"key": KEY})
@@ -474,9 +434,28 @@ def same_words(stored: Any, sent: Any) -> bool:
     return stored.content.split() == sent.content.split()
 
 
+def broken(stored: Any, sent: Any) -> bool:
+    raise ValueError(sent.content)
+
+
+def test_a_matcher_that_raises_is_told_without_what_was_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{__name__}:broken"
+    monkeypatch.setattr(bench.service.registry, "matchers", {name: load_matcher(name)})
+    session_id = spoken(bench, matcher=name)
+    turned = [{"role": "user", "content": "a secret"}]
+    for call in (bench.chat, bench.say):
+        reply = call(session_id, {**CHAT, "messages": turned})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], reply.headers["x-should-retry"]) == (500, "bad_matcher", "false")
+        assert f"matcher {name} of this server raised ValueError (" in error["message"]
+        assert "secret" not in reply.text and "\n" not in error["message"]
+    assert bench.get(f"/sessions/{session_id}").json()["epoch"] == 1
+
+
 def test_what_is_refused_before_listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
+    token.chmod(0o600)
     monkeypatch.setenv("RL360_TOKEN_FILE", str(token))
     model = write_model_dir(tmp_path / "model")
     options = {"upstream": "http://127.0.0.1:9", "model_dir": model}
@@ -531,39 +510,6 @@ def test_replies_are_what_the_document_says(bench: Bench) -> None:
     bodies.ModelsReply.model_validate(bench.http.get(f"/sessions/{session_id}/v1/models").json())
     bodies.Drained.model_validate(bench.post("/drain").json())
     bodies.Health.model_validate(bench.http.get("/health").json())
-
-
-def test_rl360_sessions_list_and_show(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    monkeypatch.setenv("RL360_TOKEN_FILE", str(token))
-    session_id = spoken(bench)
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["sessions", *argv])
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out, told.err
-
-    code, out, _ = run("list", "--url", bench.url)
-    assert code == 0 and session_id in out and ATTEMPT in out and "1 sessions" in out
-    code, out, _ = run("list", "--url", bench.url, "--json")
-    (row,) = orjson.loads(out)
-    assert (row["session_id"], row["server"], row["stored"]) == (session_id, bench.url, None)
-    code, out, _ = run("show", session_id[:8], "--url", bench.url)
-    assert code == 0 and "sampled_tokens" in out and "stop" in out
-    code, out, _ = run("show", session_id, "--url", bench.url, "--json")
-    assert orjson.loads(out)["turns"][0]["sampled_tokens"] == 3
-    code, _, err = run("show", "zzz", "--url", bench.url)
-    assert (code, err.count("\n")) == (2, 1) and "0 sessions start with 'zzz'" in err
-    code, _, err = run("list", "--url", "http://127.0.0.1:9")
-    assert (code, err.count("\n")) == (1, 1) and "no answer from http://127.0.0.1:9" in err
-    monkeypatch.setenv("RL360_HOME", str(tmp_path / "nothing"))
-    code, _, err = run("list")
-    assert (code, err.count("\n")) == (1, 1) and "rl360 up" in err
-    assert os.environ["RL360_HOME"].endswith("nothing")
 
 
 def test_who_still_waits_when_the_process_ends_is_told_so(bench: Bench) -> None:
