@@ -37,6 +37,7 @@ class Call:
 class Fail:
     status: int
     code: str
+    retry: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,14 @@ class ScriptedSessions:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 status, reply = sessions.answer(self.path.split("/")[2], body)
+                retry = reply.pop("retry", True)
                 data = json.dumps(reply).encode()
                 try:
                     self.send_response(status)
                     self.send_header("content-type", "application/json")
                     self.send_header("content-length", str(len(data)))
+                    if not retry:
+                        self.send_header("x-should-retry", "false")
                     self.end_headers()
                     self.wfile.write(data)
                 except OSError:
@@ -108,7 +112,7 @@ class ScriptedSessions:
             time.sleep(turn.seconds)
             turn = Say("late")
         if isinstance(turn, Fail):
-            return turn.status, error(turn.code)
+            return turn.status, {**error(turn.code), "retry": turn.retry}
         message, finish = message_of(turn, len(self.said[name]))
         self.said[name].append(message)
         return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}

@@ -174,4 +174,5 @@ def _refusal(reply: httpx.Response) -> AgentFailure | None:
         return AgentFailure(ExitStatus.SESSION_LOST, said, retryable=False)
     if code == "no_engine" or status == 503:
         return AgentFailure(ExitStatus.NO_ENGINE, said, retryable=True)
-    return AgentFailure(ExitStatus.GENERATION_ERROR, said, retryable=status >= 500 and code != "wrong_version")
+    retryable = status >= 500 and code != "wrong_version" and reply.headers.get("x-should-retry") != "false"
+    return AgentFailure(ExitStatus.GENERATION_ERROR, said, retryable=retryable)

@@ -6,6 +6,7 @@ for the OpenAPI page and its tests: there, speed matters and `wire.py` and `anth
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -14,6 +15,7 @@ from rl360.sessions.merge import Pick
 from rl360.sessions.turns import Sampling, SamplingPolicy, SessionMode, SessionSpec
 
 _Id = Field(min_length=1, max_length=200)
+_ATTEMPT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class _Body(BaseModel):
@@ -43,7 +45,12 @@ class CreateBody(_Body):
 
     model_config = ConfigDict(strict=True)
 
-    attempt_id: str = _Id
+    attempt_id: str = Field(
+        min_length=1,
+        max_length=200,
+        description="names the object that its samples are stored in",
+        json_schema_extra={"pattern": f"^{_ATTEMPT_ID.pattern}$"},
+    )
     group_id: str = _Id
     task_id: str = _Id
     sampling: SamplingBody
@@ -55,6 +62,13 @@ class CreateBody(_Body):
         "pin", description="sampling parameters a request names: ignored and counted, used and recorded, refused"
     )
     thinking: bool = Field(False, description="ask for a reasoning part, where the template has one")
+
+    @field_validator("attempt_id")
+    @classmethod
+    def _names_an_object(cls, value: str) -> str:
+        if not _ATTEMPT_ID.fullmatch(value):
+            raise ValueError("use letters, digits, dot, underscore and hyphen, and begin with a letter or a digit")
+        return value
 
     def to_spec(self) -> SessionSpec:
         return SessionSpec(

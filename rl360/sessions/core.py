@@ -164,7 +164,7 @@ class Session:
         self._require_open()
         head = self.head if self.linear else None
         if head is not None and head.cut:
-            raise _cut(head)
+            raise _cut(head, self.spec.mode)
         sampling, differs = self._sampling(asked or {})
         if head is not None and request.tools != head.tools:
             raise SessionRefusal(
@@ -199,7 +199,7 @@ class Session:
         if base is None or repeats is not None:
             return base, repeats, place.loose
         if base.cut:
-            raise _cut(base)
+            raise _cut(base, self.spec.mode)
         wrong = self._not_appended(base, request.messages)
         if wrong is None:
             return base, None, place.loose
@@ -558,10 +558,16 @@ def _decode(raw: bytes, where: str) -> Any:
         raise SessionRefusal(Refusal.BAD_BODY, f"{where}: is not JSON: {error}") from None
 
 
-def _cut(turn: Turn) -> SessionRefusal:
+def _cut(turn: Turn, mode: SessionMode) -> SessionRefusal:
+    if mode is SessionMode.LINEAR:
+        now = "this linear session takes no further request; open a new session"
+        other = " or use mode tree, where the request may be repeated"
+    else:
+        now, other = "nothing adds to it; repeat its request, or open a new session", ""
+    raised = "raise max_new_tokens or max_seq_len"
     return SessionRefusal(
         Refusal.CUT_TURN,
-        f"turn {turn.index + 1} was cut by length after {turn.sampled} tokens; it cannot be extended",
+        f"turn {turn.index + 1} was cut by length after {turn.sampled} tokens: {now} ({raised}{other})",
     )
 
 

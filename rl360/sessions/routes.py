@@ -32,6 +32,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from rl360.config.run import explain
 from rl360.errors import BadInput, StoreUnavailable
 from rl360.sessions import anthropic, wire
 from rl360.sessions.bodies import CreateBody, StoreBody
@@ -58,6 +59,7 @@ STORE_WAITS_S = 10.0  # for turns that are being sampled
 # JSON that is worked on apart from the event loop: split into messages; parsed or rendered
 _SPLIT_IN_THREAD_BYTES, _READ_IN_THREAD_BYTES = 1 << 20, 64 << 10
 _STORES_AT_ONCE = 4
+_TOLD = 2000  # characters about what is wrong with a body
 _EVICT_EVERY_S = 15.0
 _JSON = b"application/json"
 _KEY = re.compile(r"([^/]+)/steps/(\d{6,9})/merged/(\d{4,6})/[^/]+\.msgpack", re.ASCII)
@@ -429,9 +431,8 @@ def _validated(kind: type[_Model], data: bytes) -> _Model:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])[:200] or "body"
-        raise wire.refuse(f"{where}: {first['msg'][:200]} (of {error.error_count()})") from None
+        told = " ".join(explain(error).split())
+        raise wire.refuse(told if len(told) <= _TOLD else f"{told[:_TOLD]}...") from None
 
 
 async def _read(session: Session, asked: AgentRequest) -> Request:

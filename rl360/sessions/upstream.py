@@ -30,6 +30,8 @@ from rl360.sessions.turns import Completion, PreparedTurn
 ROUTING_HEADER = "X-SMG-Routing-Key"
 _WORKER_HEADER = "x-smg-routed-worker-id"
 _GATEWAY_ERROR_HEADER = "x-smg-error-code"  # model_not_found: the gateway has no worker at all
+_MAY_PASS = (408, 429)  # the error statuses below 500 that the same request may not meet again
+_JOIN = "engines join the gateway when a run's first step has pushed its weights, see `rl360 fleet status`"
 CONNECT_TRIES = 3
 CONNECT_S = 5.0
 _REPLY_BYTES = 1 << 20  # of a reply, beside what the question makes long
@@ -91,9 +93,11 @@ class Upstream:
         except aiohttp.ClientError as error:
             raise _bad(f"{self.url}: {type(error).__name__} {_shown(str(error))}") from None
         if status == 503 or told.get(_GATEWAY_ERROR_HEADER) == "model_not_found":
-            raise _no_engine(f"{self.url} has no engine to ask ({status}: {_shown(data)})")
+            raise _no_engine(f"{self.url} has no engine to ask: {_JOIN} ({status}: {_shown(data)})")
         if status != 200:
-            raise _bad(f"{self.url} answered {status}: {_shown(data)}")
+            hopeless = 400 <= status < 500 and status not in _MAY_PASS
+            said = f"{self.url} answered {status}: {_shown(data)}"
+            raise SessionRefusal(Refusal.BAD_UPSTREAM, said, hopeless=hopeless)
         worker = told.get(_WORKER_HEADER, "")[:200].encode(errors="replace").decode()  # bytes that are no text: ?
         if len(data) < _READ_IN_THREAD_BYTES:
             return read_reply(data, prompt, prepared, self.routing, worker)

@@ -106,6 +106,8 @@ def test_malformed_calls_are_answered_not_repaired(sessions: ScriptedSessions) -
         (Fail(409, "lost_race"), ExitStatus.SESSION_LOST),
         (Fail(502, "wrong_version"), ExitStatus.GENERATION_ERROR),
         (Fail(400, "bad_history"), ExitStatus.GENERATION_ERROR),
+        (Fail(500, "bad_matcher", retry=False), ExitStatus.GENERATION_ERROR),
+        (Fail(502, "bad_upstream", retry=False), ExitStatus.GENERATION_ERROR),
     ],
 )
 def test_infrastructure_is_named(sessions: ScriptedSessions, fail: Fail, status: ExitStatus) -> None:

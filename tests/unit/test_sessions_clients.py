@@ -161,7 +161,7 @@ def test_anthropic(calling: Bench, stream: bool) -> None:
         assert (last.content[0].text, last.stop_reason) == ("done", "end_turn")
         assert counted.input_tokens == last.usage.input_tokens + last.usage.cache_read_input_tokens
         assert [model.id for model in client.models.list()] == ["policy"]
-        with pytest.raises(anthropic.BadRequestError, match="not supported in a user message"):
+        with pytest.raises(anthropic.BadRequestError, match="an image block is not supported in a user message"):
             client.messages.create(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}], **asked)
         other = anthropic.Anthropic(base_url=f"{calling.url}/sessions/none", api_key="x", max_retries=0)
         with pytest.raises(anthropic.NotFoundError, match="no such session"):

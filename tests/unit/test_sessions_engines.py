@@ -179,7 +179,7 @@ def _named(answer: Any) -> int | None:
 
 @pytest.mark.parametrize("name", BAD_REPLIES)
 def test_a_reply_that_is_not_exactly_what_was_asked_is_only_counted(bench: Bench, name: str) -> None:
-    session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"bad-{name}")
+    session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"bad-{name}".replace(" ", "_"))
     session = bench.service.registry.get(session_id).session
     for _ in range(2):  # before the first turn, and after it
         before, dropped, unanswered = _held(session)
@@ -212,7 +212,7 @@ TAKEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_habits_that_change_no_meaning_are_taken(bench: Bench, name: str) -> None:
-    session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"taken-{name}")
+    session_id, _ = bench.create(expected_weight_version="run:0", attempt_id=f"taken-{name}".replace(" ", "_"))
     bench.engine.script = TAKEN[name]
     reply = bench.chat(session_id, CHAT)
     assert reply.status_code == 200, reply.text
@@ -424,3 +424,34 @@ def test_a_connection_cut_in_mid_reply_records_nothing(bench: Bench) -> None:
 def test_an_address_that_is_none_is_refused_at_start(url: str) -> None:
     with pytest.raises(BadInput, match="not an address"):
         Upstream(url, 512, (2,), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "hopeless"),
+    [
+        *((status, "bad_upstream", True) for status in (400, 404, 413)),
+        *((status, "bad_upstream", False) for status in (408, 429, 500)),
+        (503, "no_engine", False),
+    ],
+)
+def test_what_an_engine_refuses_for_good_is_not_sent_again(
+    bench: Bench, status: int, code: str, hopeless: bool
+) -> None:
+    session_id, _ = bench.create()
+    bench.engine.script = lambda body: (status, b'{"error": {"message": "input is longer than the context length"}}')
+    for call in (bench.chat, bench.say):
+        reply = call(session_id, {**CHAT, "messages": [{"role": "user", "content": "x"}], "tools": None})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, code)
+        assert reply.headers.get("x-should-retry") == ("false" if hopeless else None)
+        assert "context length" in reply.json()["error"]["message"]
+
+
+def test_a_gateway_without_engines_says_when_they_join(bench: Bench) -> None:
+    session_id, _ = bench.create()
+    bench.engine.headers = {"x-smg-error-code": "model_not_found"}
+    bench.engine.script = lambda body: (404, b'{"error": "no worker"}')
+    reply = bench.chat(session_id, CHAT)
+    bench.engine.headers = {}
+    assert (reply.status_code, reply.json()["error"]["code"]) == (502, "no_engine")
+    assert "first step has pushed its weights, see `rl360 fleet status`" in reply.json()["error"]["message"]
+    assert "x-should-retry" not in reply.headers

@@ -315,6 +315,31 @@ def test_changed_tools_and_cut_turns_over_http(bench: Bench) -> None:
     assert cut["finish_reason"] == "length"
     after = bench.chat(session_id, {**CHAT, "messages": [*longer, cut["message"], {"role": "user", "content": "x"}]})
     assert (after.status_code, after.json()["error"]["code"]) == (409, "cut_turn")
+    for said in ("takes no further request", "open a new session", "max_new_tokens", "max_seq_len", "mode tree"):
+        assert said in after.json()["error"]["message"]
+
+
+def test_what_is_wrong_with_a_new_session_is_told_in_one_line(bench: Bench) -> None:
+    missing = {name: value for name, value in CREATE.items() if name not in ("group_id", "task_id")}
+    sampling = {**CREATE["sampling"], "top_k": 0}
+    for body, said in (
+        ({**CREATE, "mode": "graph"}, "mode: Input should be 'linear' or 'tree' (got 'graph')"),
+        ({**CREATE, "sampling": sampling}, "sampling.top_k: top_k 0 samples nothing; use -1 for off"),
+        (missing, "group_id: Field required; task_id: Field required"),
+        ({**CREATE, "moed": "tree", "a\nb": 1}, "unknown key moed; unknown key a b"),
+        ({**CREATE, "attempt_id": "a b/../c"}, "attempt_id: use letters, digits, dot"),
+        ({**CREATE, "attempt_id": "a b/../c"}, "(got 'a b/../c')"),
+        ({**CREATE, "attempt_id": "a" * 201}, "attempt_id: String should have at most 200 characters"),
+    ):
+        reply = bench.post("/sessions", body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (400, "bad_body") and said in error["message"], error
+        assert "\n" not in error["message"]
+    many = bench.post("/sessions", CREATE | {f"key{number}": 1 for number in range(10_000)}).json()["error"]["message"]
+    assert len(many) < 2100 and many.endswith("...")
+    for name in (".hidden", "-x", "a\n", "ä", ""):
+        assert bench.post("/sessions", {**CREATE, "attempt_id": name}).status_code == 400
+    bench.create(attempt_id="A.b_c-9")
 
 
 def test_creating_twice_finds_the_session_again() -> None:

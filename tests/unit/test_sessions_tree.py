@@ -68,7 +68,7 @@ def test_a_cut_turn_of_a_tree_has_siblings_and_no_children() -> None:
     refused(
         session,
         Refusal.CUT_TURN,
-        "turn 1 was cut by length",
+        "turn 1 was cut by length after 1 tokens: nothing adds to it; repeat its request",
         lambda: session.prepare(request(told(history))),
         requests_after_cut=1,
     )
