@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from tests.unit.sessions_data import BASH_SCHEMA, write_model_dir
 from tests.unit.sessions_server import BEARER, CREATE, TOKEN, Bench, serving, session_bench
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "Create hello.txt"}], "tools": [BASH_SCHEMA]}
+ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -71,6 +73,18 @@ def test_list_and_show(bench: Bench, run: Run) -> None:
     assert orjson.loads(out)["turns"][0]["sampled_tokens"] == 3
     code, _, err = run("show", "zzz", "--url", bench.url)
     assert (code, err.count("\n")) == (2, 1) and "0 sessions start with 'zzz'" in err
+
+
+def test_the_first_session_of_the_docs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "sessions.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    write_token(tmp_path / ".rl360" / "token")
+    monkeypatch.chdir(tmp_path)
+    with session_bench() as fresh:
+        exec(code.replace("http://127.0.0.1:13200", fresh.url), {})
+        code_, out, _ = run("list", "--url", fresh.url, "--json")
+    (row,) = orjson.loads(out[out.index('[{"session_id"') :])
+    assert (code_, row["attempt_id"], row["turns"], row["mode"]) == (0, "try-1", 2, "tree")
 
 
 def test_a_server_that_cannot_be_asked_is_one_line_and_no_table(bench: Bench, run: Run, tmp_path: Path) -> None:
