@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from pathlib import Path
 
@@ -139,3 +140,9 @@ def test_ci_and_make_have_what_is_promised() -> None:
     assert os.access(ci, os.X_OK)
     assert "set -euo pipefail" in ci.read_text()
     assert subprocess.run(["bash", "-n", str(ci)], timeout=10, check=False).returncode == 0
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest collects all of tests/ in one process and takes a file for a module of its bare name."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []
