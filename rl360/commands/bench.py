@@ -72,6 +72,7 @@ def _print(rows: Iterator[Row], as_json: bool) -> None:
         found.append(row)
         if as_json:
             typer.echo(orjson.dumps(row.to_json()).decode())
+            _say(f"{row.row}: {row.detail}")  # an hour's measurement tells where it went, whatever reads stdout
     if not as_json:
         typer.echo(f"{machine()}\n\n{table(found)}")
     if not all(row.holds for row in found):

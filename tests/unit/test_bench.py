@@ -107,8 +107,10 @@ def test_json_lines_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
         with pytest.raises(SystemExit) as left:
             main(["bench", "sessions", "--json"])
         assert left.value.code == code
-        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        printed = capsys.readouterr()
+        lines = [json.loads(line) for line in printed.out.splitlines()]
         assert lines == [row.to_json() for row in rows]
+        assert all(f"{row.row}: {row.detail}" in printed.err for row in rows)
     assert lines[1] == {
         "row": "b", "baseline": None, "ours": 1.0, "ratio": None, "unit": "turns", "goal": ">= 2 turns", "holds": False
     }  # fmt: skip
