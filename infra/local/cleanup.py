@@ -116,7 +116,7 @@ def _cgroups(home: Path) -> list[Path]:
         try:
             paths = json.loads(record.read_text())["cgroups"]
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # half written by a killed server: its group is removed by name when it exists
+            continue  # damaged: the server names it at its next start
         for text in paths:
             path = Path(text)
             inside = path.is_relative_to(CGROUP_ROOT) and path.name.startswith("rl360-") and ".." not in path.parts

@@ -37,6 +37,7 @@ PROBE_EVERY_S = 5.0
 UNRESPONSIVE_AFTER = 4
 RSS_EVERY_S = 30.0
 FENCE_DEADLINE_S = 5.0
+UVICORN_END = "Application startup failed"
 
 
 def backoff_s(fast_deaths: int) -> float:
@@ -231,11 +232,11 @@ class Supervisor:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that is not empty and not our own mark."""
+    """The last line of a log that says something: not empty, not our own mark, not uvicorn's end after a traceback."""
     with path.open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - 4096))
         lines = [line.strip() for line in stream.read().decode(errors="replace").splitlines()]
-    said = [line for line in lines if line and not line.startswith("--- ")]
+    said = [line for line in lines if line and not line.startswith("--- ") and UVICORN_END not in line]
     return said[-1] if said else "its log is empty"
 
 

@@ -8,6 +8,7 @@ other process of the namespace is reaped: its pidfd turning readable is the proo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import re
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import orjson
 
-from rl360.errors import BadInput, Rl360Error
+from rl360.errors import BadInput
 from rl360.sandboxes import cgroups
 from rl360.sandboxes.bwrap_process import BwrapSandbox, launch
 from rl360.sandboxes.provider import SandboxNeeds, SandboxSpec, SandboxStartError, Workspace
@@ -31,6 +32,7 @@ SANDBOX_UID = 65534
 LOGS_DIR = "/logs/verifier"
 ENV_NAME = "RL360_SANDBOX"
 REAP_DEADLINE_S = 10.0
+LOCK_DEADLINE_S = 2.0
 TOOLS = ("bwrap", "nsenter", "bash", "tar")
 # PID 1 of a sandbox needs these only to drop to SANDBOX_UID; setpriv then leaves none, not even in the bounding set
 DROP_CAPS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
@@ -54,11 +56,9 @@ class BubblewrapProvider:
         self.uid = SANDBOX_UID if self.as_root else os.geteuid()
         (self.root / "live").mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locked(self._lock):
             os.close(self._lock)
-            raise BadInput(f"{self.root} is in use by another sandbox server; stop it or choose another home") from None
+            raise BadInput(f"{self.root} is in use by another sandbox server; stop it or choose another home")
         make_etc(self.root / "shared" / "etc", self.uid)
 
     def close(self) -> None:
@@ -185,11 +185,11 @@ class BubblewrapProvider:
     async def create(self, spec: SandboxSpec) -> BwrapSandbox:
         name = f"rl360-{safe_name(spec.name)}"
         try:
+            # before what it records exists, and in one move: whenever this process is killed, the next one can read it
+            _write_record(spec.workspace.path / f"{name}.json", spec, cgroups.planned(name))
             group = cgroups.create(name, spec.limits)
         except OSError as error:
             raise SandboxStartError(f"cgroup {name}: {error.strerror}; another sandbox of this name?") from None
-        record = {"name": spec.name, "labels": dict(spec.labels), "cgroups": [str(path) for path in group.paths]}
-        (spec.workspace.path / f"{name}.json").write_bytes(orjson.dumps(record))
         try:
             return await launch(
                 spec,
@@ -204,11 +204,24 @@ class BubblewrapProvider:
             raise SandboxStartError(f"{error}{unclean}", getattr(error, "proof", None)) from None
 
     async def reap(self) -> list[str]:
-        """End and remove what a dead server left under this root. A folder whose processes stay is kept and named."""
+        """End and remove what a dead server left under this root. A folder that cannot be cleaned is kept and named:
+        one bad folder must not keep a server from starting."""
         found = [await asyncio.to_thread(_reap_one, path) for path in sorted((self.root / "live").iterdir())]
         for path in (self.root / "shared").glob(".*"):
             await asyncio.to_thread(remove_tree, path)
         return found
+
+
+def _locked(descriptor: int) -> bool:
+    """Take the lock of a root. Children that a killed server had just forked hold it until they start their program."""
+    deadline = time.monotonic() + LOCK_DEADLINE_S
+    while True:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
 
 
 def _with_variables(variables: Mapping[str, str]) -> list[str]:
@@ -218,38 +231,55 @@ def _with_variables(variables: Mapping[str, str]) -> list[str]:
     return ["env", "--", *given, "sh"] if given else ["sh"]
 
 
+def _write_record(path: Path, spec: SandboxSpec, group: cgroups.Group) -> None:
+    record = {"name": spec.name, "labels": dict(spec.labels), "cgroups": [str(item) for item in group.paths]}
+    scratch = path.with_suffix(".part")
+    scratch.write_bytes(orjson.dumps(record))
+    scratch.replace(path)
+
+
 def _reap_one(path: Path) -> str:
-    groups, labels = _records(path)
+    try:
+        groups, labels, damaged = _records(path)
+        pids, left = _end(path, groups)
+    except OSError as error:
+        return f"{path.name}: NOT confirmed gone: {error}"
+    if pids or left:
+        return f"{path.name} {labels}: NOT confirmed gone: pids {pids}, cgroups {left}"
+    if damaged:  # it may have named groups that we do not know of
+        return f"{path.name} {labels}: processes gone, unreadable {', '.join(damaged)}: look, then delete {path}"
+    return f"{path.name} {labels}: {remove_tree(path) or 'gone'}"
+
+
+def _end(path: Path, groups: list[cgroups.Group]) -> tuple[list[int], list[str]]:
+    """Kill what belongs to a workspace until nothing is left; what still is at the deadline: pids and groups."""
     deadline = time.monotonic() + REAP_DEADLINE_S
     while True:
         for group in groups:
             cgroups.kill(group)
         pids = _marked_pids(path)
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
-            except ProcessLookupError:
-                continue
         left = [str(item) for group in groups for item in cgroups.remove(group)]
-        if not pids and not left:
-            break
-        if time.monotonic() > deadline:
-            return f"{path.name} {labels}: NOT confirmed gone: pids {pids}, cgroups {left}"
+        if not (pids or left) or time.monotonic() > deadline:
+            return pids, left
         time.sleep(0.02)
-    problem = remove_tree(path)
-    return f"{path.name} {labels}: gone" if problem is None else f"{path.name} {labels}: {problem}"
 
 
-def _records(path: Path) -> tuple[list[cgroups.Group], Mapping[str, str]]:
-    groups, labels = [], {}
+def _records(path: Path) -> tuple[list[cgroups.Group], Mapping[str, str], list[str]]:
+    """Groups and labels of the sandboxes that a workspace had, and the records that say nothing: for those, the groups
+    that this server would make."""
+    groups, labels, damaged = [], {}, []
     for file in path.glob("rl360-*.json"):
         try:
             record = orjson.loads(file.read_bytes())
             groups.append(cgroups.Group(tuple(Path(item) for item in record["cgroups"])))
             labels = record["labels"]
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise Rl360Error(f"{file}: not a sandbox record; look at it, then delete {path}") from None
-    return groups, labels
+            groups.append(cgroups.planned(file.stem))
+            damaged.append(file.name)
+    return groups, labels, damaged
 
 
 def _marked_pids(path: Path) -> list[int]:

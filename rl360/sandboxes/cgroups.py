@@ -104,6 +104,12 @@ def parents() -> Parents:
     return Parents(tuple(v1), v2 if given else None, given)
 
 
+def planned(name: str) -> Group:
+    """The directories that `create` makes for this name, whether they exist or not."""
+    found = parents()
+    return Group(tuple(base / name for base in (*(base for _, base in found.v1), found.v2) if base is not None))
+
+
 def create(name: str, limits: SandboxLimits) -> Group:
     """Make the groups of one sandbox with its limits written; on failure nothing is left and OSError is raised."""
     found = parents()
@@ -159,7 +165,8 @@ def kill(group: Group) -> None:
                 _write(path / "cgroup.kill", "1")
             else:
                 for pid in (path / "cgroup.procs").read_text().split():
-                    os.kill(int(pid), signal.SIGKILL)
+                    if pid != "0":  # of a namespace we do not see; to kill 0 is to kill ourselves
+                        os.kill(int(pid), signal.SIGKILL)
         except (FileNotFoundError, ProcessLookupError):
             continue
 

@@ -762,6 +762,72 @@ def test_a_killed_server_leaves_nothing_after_its_restart(
         doomed.stop()
 
 
+SANDBOXES_WITHOUT_END = """
+import asyncio, itertools, sys
+from pathlib import Path
+from rl360.harbor.protocol import SandboxLimits
+from rl360.sandboxes.bubblewrap import BubblewrapProvider
+from rl360.sandboxes.provider import SandboxSpec
+
+async def churn(provider, lane):
+    for number in itertools.count():
+        name = f"{provider.root}-{lane}-{number}"  # groups of one name would be one group
+        workspace = await provider.new_workspace(name, None)
+        await provider.create(SandboxSpec(name, {"run": "r"}, SandboxLimits(), workspace))
+
+async def main():
+    provider = BubblewrapProvider(Path(sys.argv[1]))
+    print("started", flush=True)
+    await asyncio.gather(*(churn(provider, lane) for lane in range(8)))
+
+asyncio.run(main())
+"""
+
+
+def test_killed_at_any_moment_a_server_can_be_cleaned_up_after(tmp_path: Path) -> None:
+    """Whatever a SIGKILL cut short: the next server starts, and nothing of the old one is left."""
+    root, seen = tmp_path / "sandboxes", 0
+    for wait_s in (0.02, 0.06, 0.1, 0.15, 0.2, 0.3):
+        argv = [sys.executable, "-c", SANDBOXES_WITHOUT_END, str(root)]
+        with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE) as doomed:
+            assert doomed.stdout is not None and doomed.stdout.readline() == b"started\n"
+            time.sleep(wait_s)
+            doomed.kill()
+        folders = list((root / "live").iterdir())
+        groups = [path for folder in folders for path in cgroups.planned(f"rl360-{folder.name}").paths]
+        provider = BubblewrapProvider(root)
+        found = asyncio.run(provider.reap())
+        provider.close()
+        seen += len(found)
+        assert [line for line in found if not line.endswith(": gone")] == []
+        assert list((root / "live").iterdir()) == []
+        assert not any(path.exists() for path in groups)
+        assert not any(_marked_pids(folder) for folder in folders)
+    assert seen > 8
+
+
+@pytest.mark.parametrize("content", [b"", b'{"name": "one", "cgro', b"[]", b'{"labels": {}}', b'{"cgroups": 3}'])
+def test_a_damaged_record_stops_no_server(tmp_path: Path, content: bytes) -> None:
+    async def go() -> None:
+        provider = BubblewrapProvider(tmp_path / "sandboxes")
+        for name in ("one", "two"):
+            workspace = await provider.new_workspace(name, None)
+            await provider.create(SandboxSpec(name, {"run": "r"}, SandboxLimits(), workspace))
+        one, two = sorted((tmp_path / "sandboxes" / "live").iterdir())
+        assert _marked_pids(one) and _marked_pids(two)
+        (one / f"rl360-{one.name}.json").write_bytes(content)
+        damaged, gone = await provider.reap()
+        assert damaged.startswith(one.name) and "unreadable" in damaged and str(one) in damaged
+        assert gone.startswith(two.name) and gone.endswith(": gone")
+        assert not _marked_pids(one) and not _marked_pids(two) and not two.exists()
+        assert not any(
+            path.exists() for name in (one.name, two.name) for path in cgroups.planned(f"rl360-{name}").paths
+        )
+        provider.close()
+
+    asyncio.run(go())
+
+
 def sleepers() -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
