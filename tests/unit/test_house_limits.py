@@ -11,8 +11,11 @@ from rl360.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for name in ("rl360", "tasks", "flows", "infra") for path in (ROOT / name).rglob("*.py"))
-# what a step runs; around it are commands, benchmarks, pages, the demo's own policy and how services start
+# what a step runs; around it are commands and what only they run (checks, replay), benchmarks, pages, the demo's own
+# policy and tasks, and how services start
 AROUND = ("rl360/bench/", "rl360/commands/", "rl360/cli.py", "rl360/policy/", "rl360/report/", "infra/")
+AROUND += ("rl360/replay/", "rl360/tasksets/chores.py", "rl360/harbor/check.py", "rl360/config/reference.py")
+AROUND += ("rl360/sessions/families/check.py", "rl360/sessions/families/live.py")
 CORE_LINES, FILE_LINES, FUNCTION_LINES, KNOBS, BROAD_EXCEPTS = 14_000, 600, 80, 120, 10
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
