@@ -58,7 +58,8 @@ async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_versio
         earlier: list[AttemptRecord] = []
         while (stored := log.stored.get(spec.attempt_id(len(earlier)))) is not None:
             earlier.append(stored)
-        await roll_out_slot(client, spec, earlier, room, log.keep, engines.mend)
+        with log.writer():
+            await roll_out_slot(client, spec, earlier, room, log.keep, engines.mend)
 
     try:
         client = RolloutClient(job.services, job.config, job.step, wave, weight_version)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from rl360.agents.rollout import AttemptSpec
 from rl360.errors import CorruptObject
@@ -21,16 +22,16 @@ from rl360.store.manifest import ObjectRef, get_object, put_object
 from rl360.store.object_store import ObjectStore
 
 TABLE_SCHEMA = 3
-WRITE_EVERY_S = 0.5
+WRITE_EVERY_S = 5.0  # a write costs 2 ms of CPU however many records are in it
 
 
 class RecordLog:
     """The records of a wave, stored while it runs: one object of all that finished since the last one was written.
 
     `stored` holds what is in the store, by attempt id, what an earlier run of the wave left there included. A write
-    begins at once when the last one began `every_s` ago, so nothing waits while little finishes. A killed wave loses
-    the records that were still waiting, and no attempt: their sessions are not closed yet, and both servers join a
-    repeated attempt to the one they know.
+    begins at once when the last one began `every_s` ago, and when every `writer` of the wave waits for it: nothing
+    waits while little finishes, nor at the end. A killed wave loses the records that were still waiting, and no
+    attempt: their sessions are not closed yet, and both servers join a repeated attempt to the one they know.
 
     Objects are numbered without gaps, each written once; a number that is taken was taken by another run of the wave
     (its last write may arrive after it was killed), and the next one is used. So a try may be in two objects: the later
@@ -42,22 +43,43 @@ class RecordLog:
         self._finished: list[AttemptRecord] = []
         self._turn = asyncio.Lock()
         self._next_at = 0.0
+        self._writers = 0
+        self._all_wait = asyncio.Event()
         keys = store.list(attempts_prefix(run, step, wave))
         self._number = len(keys)
         self.stored = {record.attempt_id: record for key in keys for record in _decode(store.get_required(key), key)}
 
+    @contextmanager
+    def writer(self) -> Iterator[None]:
+        """One who may still call `keep`."""
+        self._writers += 1
+        try:
+            yield
+        finally:
+            self._writers -= 1
+            self._look()
+
     async def keep(self, record: AttemptRecord) -> None:
         """Return when the record is stored."""
         self._finished.append(record)
+        self._look()
         async with self._turn:
             if record.attempt_id in self.stored:  # by the write of one that finished with it
                 return
-            await asyncio.sleep(self._next_at - time.monotonic())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_wait.wait(), self._next_at - time.monotonic())
             self._next_at = time.monotonic() + self._every_s
             batch = list(self._finished)
             await asyncio.to_thread(self._write, batch)
             del self._finished[: len(batch)]
             self.stored.update((written.attempt_id, written) for written in batch)
+            self._look()
+
+    def _look(self) -> None:
+        if self._finished and len(self._finished) >= self._writers:
+            self._all_wait.set()
+        else:
+            self._all_wait.clear()
 
     def _write(self, batch: Sequence[AttemptRecord]) -> None:
         data = _encode(batch)

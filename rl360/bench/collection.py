@@ -135,9 +135,10 @@ async def _collect(services: Services, store: ObjectStore, run: str, count: int,
 
         async def store_and_keep(index: int) -> None:
             name, session_id = ids[index]
-            async with gate:
-                ref = await client._store(name, session_id)
-            await log.keep(record_of(ref, name, float(index % 2), run))
+            with log.writer():
+                async with gate:
+                    ref = await client._store(name, session_id)
+                await log.keep(record_of(ref, name, float(index % 2), run))
 
         started = time.monotonic()
         await moved.spent.each("storing", (store_and_keep(i) for i in range(count)), count)

@@ -77,12 +77,44 @@ def test_a_write_begins_at_once_and_not_again_for_a_while() -> None:
     log = log_of(store, every_s=60.0)
 
     async def go() -> None:
-        await asyncio.wait_for(log.keep(RECORDS[0]), 5)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(log.keep(RECORDS[1]), 0.05)
+        with log.writer(), log.writer(), log.writer():
+            await asyncio.wait_for(log.keep(RECORDS[0]), 5)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(log.keep(RECORDS[1]), 0.05)
 
     asyncio.run(go())
     assert held(store) == {"000000.msgpack": NAMES[:1]}
+
+
+def test_the_last_of_a_wave_wait_for_nothing() -> None:
+    """Once all that are left wait, they are written, though the pause is not over; also when the last has no record."""
+    store = MemoryStore()
+    log = log_of(store, every_s=3600.0)
+    first_is_written, others_wait = asyncio.Event(), asyncio.Event()
+
+    async def attempt(number: int, after: asyncio.Event | None) -> None:
+        with log.writer():
+            if after is not None:
+                await after.wait()
+            await log.keep(RECORDS[number])
+            first_is_written.set()
+
+    async def fails() -> None:
+        with log.writer():
+            await others_wait.wait()
+
+    async def go() -> None:
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(attempt(number, first_is_written if number else None))
+            group.create_task(fails())
+            await first_is_written.wait()
+            await asyncio.sleep(0.05)
+            assert list(log.stored) == NAMES[:1], "the pause is not over, and one is still at work"
+            others_wait.set()
+
+    asyncio.run(go())
+    assert held(store) == {"000000.msgpack": NAMES[:1], "000001.msgpack": NAMES[1:4]}
 
 
 def test_nobody_is_told_of_a_write_that_failed() -> None:
