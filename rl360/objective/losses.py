@@ -181,13 +181,15 @@ def value_loss(
     returns: torch.Tensor,
     mask: torch.Tensor,
     weights: torch.Tensor,
-    clip: float,
-) -> torch.Tensor:
-    """Sum over trained tokens of weight * max((V - R)^2, (V_clipped - R)^2) / 2, for a critic; all `[rows, width]`.
+    clip: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over trained tokens of weight * max((V - R)^2, (V_clipped - R)^2) / 2, for a critic, and how many of them
+    V_clipped held; all `[rows, width]`.
 
-    V_clipped: V moved to within `clip` of the value it had when advantages were computed.
+    V_clipped: V moved to within `clip` of the value it had when advantages were computed; None: V itself.
     """
     trained = Trained(mask.bool())
     value, old, goal, weight = (trained.pick(each) for each in (values, values_old.detach(), returns, weights))
-    near = old + (value - old).clamp(-clip, clip)
-    return 0.5 * (weight * torch.maximum((value - goal).square(), (near - goal).square())).sum()
+    near = value if clip is None else old + (value - old).clamp(-clip, clip)
+    plain, clipped = (value - goal).square(), (near - goal).square()
+    return 0.5 * (weight * torch.maximum(plain, clipped)).sum(), (clipped > plain).sum()

@@ -51,6 +51,7 @@ class MicroBatch:
     inputs, targets int64 [rows, width]; mask uint8, logprobs, advantages and weights float32 [rows, width].
     indices: the sample in each row; empty for a micro-batch that only keeps ranks in step.
     routing: experts to replay [rows, width, layers, top_k], as narrow as the samples hold them; None: the model's own.
+    values, returns: of a critic before the step, and what it learns, float32 [rows, width]; None without one.
     """
 
     indices: tuple[int, ...]
@@ -61,6 +62,8 @@ class MicroBatch:
     advantages: np.ndarray
     weights: np.ndarray
     routing: np.ndarray | None = None
+    values: np.ndarray | None = None
+    returns: np.ndarray | None = None
 
 
 def _width(length: int, multiple: int) -> int:

@@ -324,18 +324,18 @@ def test_a_sequence_is_weighed_dropped_vetoed_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "loss", "slope"),
+    ("value", "loss", "slope", "held"),
     [
-        (1.0, 0.5 * 1.3**2, 0.0),  # moved further than 0.2 from 0.5 towards the return 2: held at 0.7
-        (0.6, 0.5 * 1.4**2, -1.4),  # within reach: the plain square
-        (0.0, 0.5 * 2.0**2, -2.0),  # moved away: the plain square is the larger
+        (1.0, 0.5 * 1.3**2, 0.0, 1),  # moved further than 0.2 from 0.5 towards the return 2: held at 0.7
+        (0.6, 0.5 * 1.4**2, -1.4, 0),  # within reach: the plain square
+        (0.0, 0.5 * 2.0**2, -2.0, 0),  # moved away: the plain square is the larger
     ],
 )
-def test_value_loss_by_hand(value: float, loss: float, slope: float) -> None:
+def test_value_loss_by_hand(value: float, loss: float, slope: float, held: int) -> None:
     values = f64(value, math.nan, grad=True)
-    found = value_loss(values, f64(0.5, math.inf), f64(2.0, math.nan), f64(1, 0), f64(0.25, math.nan), 0.2)
+    found, clipped = value_loss(values, f64(0.5, math.inf), f64(2.0, math.nan), f64(1, 0), f64(0.25, math.nan), 0.2)
     found.backward()
-    assert found.item() == pytest.approx(0.25 * loss)
+    assert (found.item(), clipped.item()) == (pytest.approx(0.25 * loss), held)
     assert values.grad is not None and values.grad.tolist() == pytest.approx([0.25 * slope, 0.0])
 
 
@@ -343,7 +343,10 @@ def test_value_loss_and_dual_clip_match_finite_differences() -> None:
     generator = torch.Generator().manual_seed(6)
     a, b, c, w = (torch.randn(30, dtype=torch.float64, generator=generator) for _ in range(4))
     mask = torch.rand(30, generator=generator) > 0.3
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, b, c, mask, w, 0.3), (a.requires_grad_(),), eps=1e-7)
+    for clip in (0.3, None):
+        assert torch.autograd.gradcheck(
+            lambda v, clip=clip: value_loss(v, b, c, mask, w, clip)[0], (a.requires_grad_(),), eps=1e-7
+        )
 
     def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
         return ppo_clip(log_ratio.exp(), b, 0.2, 0.28, 1.5)[0].sum()

@@ -22,6 +22,7 @@ from rl360.training.megatron.model import Layout, ModelShape
 
 Value = Callable[[torch.nn.Parameter], torch.Tensor]
 EMBEDDING = "model.embed_tokens.weight"
+VALUE_HEAD = "value_head.weight"  # a critic's, in place of the head over the vocabulary
 
 
 class Cut(StrEnum):
@@ -72,6 +73,8 @@ def entries(model: torch.nn.Module, shape: ModelShape, layout: Layout) -> Iterat
             yield Entry(param, Cut.ROWS, (EMBEDDING,))
         elif name == "output_layer.weight":
             yield Entry(param, Cut.ROWS, (EMBEDDING if shape.tied else "lm_head.weight",), copy=shape.tied)
+        elif name == "output_layer.value":
+            yield Entry(param, Cut.WHOLE, (VALUE_HEAD,))
         elif name == "decoder.final_layernorm.weight":
             yield Entry(param, Cut.WHOLE, ("model.norm.weight",))
         elif name.startswith("decoder.layers."):

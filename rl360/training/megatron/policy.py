@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -27,7 +28,7 @@ from rl360.training.packing import MicroBatch, TrainSequence, build, plan
 
 METRICS = ("loss", "weight", "clipped", "tis", "masked", "abs_dlogp", "entropy")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# (log-probs, entropy, micro-batch on the device) -> sums in the order of METRICS, the first with gradient
+# (log-probs, entropy, micro-batch on the device) -> sums in the order of `metrics`, the first with gradient
 LossSums = Callable[[torch.Tensor, torch.Tensor, "DeviceBatch"], list[torch.Tensor]]
 
 
@@ -45,7 +46,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A micro-batch as tensors, all [rows, width]; `routing`, for replay, [rows, width, layers, top_k]."""
+    """A micro-batch as tensors, by the names of `MicroBatch`."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -54,6 +55,8 @@ class DeviceBatch:
     advantages: torch.Tensor
     weights: torch.Tensor
     routing: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,19 +70,21 @@ class StepSums:
 
 def _to_device(batch: MicroBatch) -> DeviceBatch:
     device = "cpu" if ON_CPU else "cuda"
-    fields = [batch.inputs, batch.targets, batch.mask, batch.logprobs, batch.advantages, batch.weights]
-    fields += [] if batch.routing is None else [batch.routing]
-    return DeviceBatch(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in fields))
+    held = {each.name: getattr(batch, each.name) for each in fields(DeviceBatch)}
+    return DeviceBatch(
+        **{name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in held.items() if a is not None}
+    )
 
 
 class Policy:
     """The model at `hf_dir`, split over the current processes by `layout`; trainable when `optim` is given."""
 
+    metrics: ClassVar[tuple[str, ...]] = METRICS  # names of the sums that a step's `loss_sums` gives
+
     def __init__(self, hf_dir: Path, layout: Layout, optim: Optim | None = None) -> None:
         self.hf_dir, self.layout = hf_dir, layout
         self.shape = read_shape(hf_dir)
-        self.core = build_model(self.shape, layout)
-        hf_map.load_hf(self.core, read_tensors(hf_dir), self.shape, layout)
+        self.core = self._build()
         self.model: Any = self.core
         self.optimizer: Any = None
         if optim is not None:
@@ -96,6 +101,18 @@ class Policy:
                 ),
                 [self.model],
             )
+
+    def _build(self) -> GPTModel:
+        core = build_model(self.shape, self.layout)
+        hf_map.load_hf(core, read_tensors(self.hf_dir), self.shape, self.layout)
+        return core
+
+    def _outputs(
+        self, output: torch.Tensor, batch: DeviceBatch, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `loss_sums` gets of the model's output: log-probs and entropy, at `temperature`."""
+        scaled = output if temperature == 1.0 else output / temperature
+        return token_logprobs(scaled, batch.targets, parallel_state.get_tensor_model_parallel_group())
 
     # -- batches ------------------------------------------------------------------------------------------------
 
@@ -128,13 +145,10 @@ class Policy:
 
         Log-probs and entropy are those of the policy at `temperature`: what the engine sampled from and reports.
         """
-        group = parallel_state.get_tensor_model_parallel_group()
 
-        def on_logits(batch: DeviceBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            scaled = logits if temperature == 1.0 else logits / temperature
-            logprobs, entropy = token_logprobs(scaled, batch.targets, group)
-            sums = loss_sums(logprobs, entropy, batch)
-            no_divisor = torch.zeros((), dtype=torch.int, device=logits.device)  # ours is applied right here
+        def on_output(batch: DeviceBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            sums = loss_sums(*self._outputs(output, batch, temperature), batch)
+            no_divisor = torch.zeros((), dtype=torch.int, device=output.device)  # ours is applied right here
             return sums[0] / divisor, no_divisor, [s.detach() for s in sums]
 
         with replaying(self.core) as replay:
@@ -142,7 +156,7 @@ class Policy:
             def forward_step(stream: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
                 batch = _to_device(next(stream))
                 replay(batch.routing)
-                return model(batch.inputs, None, None), partial(on_logits, batch)
+                return model(batch.inputs, None, None), partial(on_output, batch)
 
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -175,13 +189,13 @@ class Policy:
         self.optimizer.zero_grad()
         per_batch = self._run(batches, loss_sums, divisor, forward_only=False, temperature=temperature)
         self.optimizer.prepare_grads()
-        total = torch.zeros(len(METRICS), dtype=torch.float64)
+        total = torch.zeros(len(self.metrics), dtype=torch.float64)
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             for sums in per_batch:
                 total += torch.stack([s.double().cpu() for s in sums])
         if torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(total)
-        return dict(zip(METRICS, total.tolist(), strict=True)), float(self.optimizer.get_grad_norm())
+        return dict(zip(self.metrics, total.tolist(), strict=True)), float(self.optimizer.get_grad_norm())
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainSequence], max_tokens: int) -> list[np.ndarray]:
