@@ -19,6 +19,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure against goals; docs/benchmarks.md explains each row.", no_args_is_help=True)
     bench.command("sessions", epilog="Example: rl360 bench sessions --rows merge_pipeline_ms,turn61_vs_turn2")(sessions)
     bench.command("objective", epilog="Example: rl360 bench objective --rows advantages_ms")(objective)
+    bench.command("faults", epilog="Example: rl360 bench faults --seeds 2 --steps 6")(faults)
     app.add_typer(bench, name="bench")
 
 
@@ -55,6 +56,21 @@ def objective(
     from rl360.bench.rows import Options
 
     _print(measure(chosen(rows), Options(quick=quick, say=_say)), as_json)
+
+
+def faults(
+    seeds: Annotated[int, typer.Option(min=2, help="Seeds; each is run with kills and without.")] = 3,
+    steps: Annotated[int, typer.Option(min=3, help="RL steps of each run.")] = 12,
+    share: Annotated[float, typer.Option(help="Share of the sandboxes that is killed, between 0 and 1.")] = 0.1,
+    as_json: JsonOption = False,
+) -> None:
+    """Runs of the demo whose sandboxes are killed at random, beside clean ones. Wants the services to itself.
+
+    Exit 1 when a row misses.
+    """
+    from rl360.bench.faults import FaultOptions, measure
+
+    _print(measure(FaultOptions(seeds=seeds, steps=steps, share=share), _say), as_json)
 
 
 def _say(line: str) -> None:

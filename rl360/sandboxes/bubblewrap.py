@@ -257,7 +257,7 @@ def _end(path: Path, groups: list[cgroups.Group]) -> tuple[list[int], list[str]]
     while True:
         for group in groups:
             cgroups.kill(group)
-        pids = _marked_pids(path)
+        pids = marked_pids(path)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -282,7 +282,7 @@ def _records(path: Path) -> tuple[list[cgroups.Group], Mapping[str, str], list[s
     return groups, labels, damaged
 
 
-def _marked_pids(path: Path) -> list[int]:
+def marked_pids(path: Path) -> list[int]:
     """Processes started for this workspace. The marker is in PID 1's first environment, which nothing inside can change
     for it; ending PID 1 ends the rest."""
     marker = f"{ENV_NAME}={path}".encode()

@@ -30,7 +30,7 @@ from rl360.harbor.check import check_tasks, task_dirs
 from rl360.harbor.protocol import RunReply, SandboxLimits
 from rl360.harbor.verdict import receipt_problem, run_key
 from rl360.sandboxes import cgroups
-from rl360.sandboxes.bubblewrap import BubblewrapProvider, _marked_pids
+from rl360.sandboxes.bubblewrap import BubblewrapProvider, marked_pids
 from rl360.sandboxes.provider import SandboxGone, SandboxSpec, SandboxStartError
 from rl360.sandboxes.workspace import tar_files
 
@@ -72,7 +72,7 @@ def in_sandbox(
             groups = sandbox._group.paths
             proof = await sandbox.stop()
             assert proof.confirmed, proof
-            assert _marked_pids(workspace.path) == []
+            assert marked_pids(workspace.path) == []
             assert not any(path.exists() for path in groups)
             assert await provider.remove_workspace(workspace) is None
             assert list((tmp_path / "sandboxes" / "live").iterdir()) == []
@@ -156,7 +156,7 @@ def test_variables_of_a_task_reach_its_commands_and_no_process_of_the_host(tmp_p
     hostile = {"PATH": f"{trap}:/usr/bin:/bin", "LD_PRELOAD": "/nowhere.so", "-u": "x", "RL360_SANDBOX": "/elsewhere"}
 
     async def body(sandbox: Any) -> str:
-        assert len(await asyncio.to_thread(_marked_pids, sandbox.spec.workspace.path)) >= 1  # the marker is ours
+        assert len(await asyncio.to_thread(marked_pids, sandbox.spec.workspace.path)) >= 1  # the marker is ours
         return (await sandbox.exec("cat /proc/1/environ | tr '\\0' '\\n'", 10)).output.decode()
 
     text = in_sandbox(tmp_path, body, env=hostile)
@@ -314,7 +314,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
         spec = SandboxSpec("bad", {}, SandboxLimits(), workspace, read_only={"/tests": tmp_path / "missing"})
         with pytest.raises(SandboxStartError, match="missing"):
             await provider.create(spec)
-        assert _marked_pids(workspace.path) == []
+        assert marked_pids(workspace.path) == []
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(SandboxStartError):
             await provider.create(spec)  # the cgroup of the first try is gone too
@@ -802,7 +802,7 @@ def test_killed_at_any_moment_a_server_can_be_cleaned_up_after(tmp_path: Path) -
         assert [line for line in found if not line.endswith(": gone")] == []
         assert list((root / "live").iterdir()) == []
         assert not any(path.exists() for path in groups)
-        assert not any(_marked_pids(folder) for folder in folders)
+        assert not any(marked_pids(folder) for folder in folders)
     assert seen > 8
 
 
@@ -814,12 +814,12 @@ def test_a_damaged_record_stops_no_server(tmp_path: Path, content: bytes) -> Non
             workspace = await provider.new_workspace(name, None)
             await provider.create(SandboxSpec(name, {"run": "r"}, SandboxLimits(), workspace))
         one, two = sorted((tmp_path / "sandboxes" / "live").iterdir())
-        assert _marked_pids(one) and _marked_pids(two)
+        assert marked_pids(one) and marked_pids(two)
         (one / f"rl360-{one.name}.json").write_bytes(content)
         damaged, gone = await provider.reap()
         assert damaged.startswith(one.name) and "unreadable" in damaged and str(one) in damaged
         assert gone.startswith(two.name) and gone.endswith(": gone")
-        assert not _marked_pids(one) and not _marked_pids(two) and not two.exists()
+        assert not marked_pids(one) and not marked_pids(two) and not two.exists()
         assert not any(
             path.exists() for name in (one.name, two.name) for path in cgroups.planned(f"rl360-{name}").paths
         )
