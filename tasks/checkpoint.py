@@ -1,4 +1,4 @@
-"""Checkpoint: every `trainer.checkpoint_every` steps, everything the trainer needs to go on."""
+"""Checkpoint: every `trainer.checkpoint_every` steps, everything the trainer needs to go on; older ones are pruned."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from prefect import task
 from rl360.config.run import RunConfig
 from rl360.step_work import Produced
 from rl360.store.manifest import Manifest
+from rl360.training.saved import prune
 from tasks.durable import RULES, Job, once, trainer_client
 
 
@@ -24,4 +25,6 @@ async def _checkpoint(job: Job) -> Produced:
         return Produced(info={"due": False, "every": every})
     async with trainer_client(job) as trainer:
         saved = await trainer.checkpoint(job.run, job.step, job.config.deadlines.train_s)
-    return Produced(info={"due": True, **saved})
+    # only now: the newer one is committed
+    deleted = await asyncio.to_thread(prune, job.store, job.run, job.config.trainer.keep_checkpoints, every)
+    return Produced(info={"due": True, **saved, "deleted": deleted})

@@ -75,6 +75,12 @@ class RolloutConfig(_Section):
         "mask", description="an agent_timeout without a verdict: infrastructure, or scored 0 as the policy's fault"
     )
 
+    @model_validator(mode="after")
+    def _pick_of_a_tree(self) -> RolloutConfig:
+        if self.pick != "last" and self.session_mode == "linear":
+            raise ValueError(f"pick {self.pick} says nothing with session_mode linear: one branch, one sample")
+        return self
+
 
 class SandboxConfig(_Section):
     """Limits of one sandbox."""
@@ -87,6 +93,21 @@ class SandboxConfig(_Section):
     output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
 
 
+class JudgeConfig(_Section):
+    """How the LLM judge of judged tasks is asked (docs/judges.md). The sandbox server knows where it is, and its key."""
+
+    model: str = Field("", max_length=200, description="name of the judge's model; empty: judged tasks are refused")
+    temperature: float | None = Field(0.0, ge=0, le=2, description="null: not sent")
+    max_tokens: int = Field(1024, ge=1, description="of an answer, reasoning included (`max_completion_tokens`)")
+    response_format: Literal["json_schema", "json_object", "none"] = Field(
+        "json_schema", description="what the judge's server is asked to hold the answer to"
+    )
+    call_s: float = Field(30, gt=0, description="deadline of one call", json_schema_extra=OPERATIONAL)
+    retries: int = Field(
+        3, ge=0, le=20, description="further calls within deadlines.judge_s", json_schema_extra=OPERATIONAL
+    )
+
+
 class DeadlinesConfig(_Section):
     """Budgets in seconds of the parts of one attempt; the client's deadline must cover their sum."""
 
@@ -94,6 +115,9 @@ class DeadlinesConfig(_Section):
     setup_s: float = Field(20, gt=0, json_schema_extra=OPERATIONAL)
     agent_s: float = Field(60, gt=0)
     verifier_s: float = Field(20, gt=0)
+    judge_s: float = Field(
+        0, ge=0, description="all of a judge's calls for one attempt; 0: no judge", json_schema_extra=OPERATIONAL
+    )
     collect_s: float = Field(20, gt=0, json_schema_extra=OPERATIONAL)
     slack_s: float = Field(
         15, ge=15, description="starting the verifier's sandbox, stopping both", json_schema_extra=OPERATIONAL
@@ -112,6 +136,7 @@ class DeadlinesConfig(_Section):
             "setup": self.setup_s,
             "agent": self.agent_s,
             "verifier": self.verifier_s,
+            "judge": self.judge_s,
             "collect": self.collect_s,
             "slack": self.slack_s,
         }
@@ -127,8 +152,9 @@ class DeadlinesConfig(_Section):
 # Named by published recipes; the formulas are in rl360.objective, the models they need are not in the trainer.
 _NOT_WIRED = {
     "gae": "gae needs a critic, and the trainer trains none; rl360.objective.gae has the formula",
-    "kept": "kept needs a copy of the policy from before the step, and the trainer holds none",
 }
+_KL_FIELDS = {"kl_coef", "kl_estimator", "kl_in", "reference"}
+_KL_IN_REWARD = ("rloo", "reinforce_pp")
 
 
 class ObjectiveConfig(_Section):
@@ -162,13 +188,23 @@ class ObjectiveConfig(_Section):
     loss: Literal["ppo", "gspo", "cispo"] = Field(
         "ppo", description="clipped ratio of a token, clipped ratio of a sequence, or clipped detached weight"
     )
-    old_policy: Literal["recomputed", "rollout"] = Field(
-        "recomputed", description="whose log-probs the ratio is taken against"
+    old_policy: Literal["recomputed", "rollout", "kept"] = Field(
+        "recomputed",
+        description="whose log-probs the ratio is taken against: the trainer's before the step, the engine's, or the "
+        "trainer's at the version that sampled the token",
     )
     clip_low: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below 1 - this")
     clip_high: float = Field(0.28, ge=0, description="the ratio is clipped above 1 + this")
     dual_clip: float | None = Field(None, gt=1, description="ratio at which a bad token's loss stops; null: off")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference policy; 0: none is loaded")
+    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
+        "k3", description="estimate from a sampled token; low_variance is k3, bounded"
+    )
+    kl_in: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the reward")
+    reference: str = Field(
+        "", description="Hugging Face directory of the reference policy; empty: what the run starts from"
+    )
     correction: Literal["off", "truncate", "clip", "mask"] = Field(
         "truncate", description="what bounds do to the importance weight trainer / engine; off: no weight"
     )
@@ -194,7 +230,11 @@ class ObjectiveConfig(_Section):
     @classmethod
     def _expand(cls, given: Any) -> Any:
         name = given.get("preset") if isinstance(given, dict) else None
-        return {**PRESETS[name], **given} if isinstance(name, str) and name in PRESETS else given
+        if not isinstance(name, str) or name not in PRESETS:
+            return given
+        if cls.model_fields.keys() - given.keys() == _KL_FIELDS:
+            return given  # frozen before there was a KL term: the run goes on without one, whatever its recipe says now
+        return {**PRESETS[name], **given}
 
     @field_validator("estimator", "old_policy", mode="before")
     @classmethod
@@ -206,7 +246,7 @@ class ObjectiveConfig(_Section):
     @model_validator(mode="after")
     def _sense(self) -> ObjectiveConfig:
         """Refuses what would do nothing, or the same thing twice."""
-        recomputed, low = self.old_policy == "recomputed", self.correction_low
+        recomputed, low, kl = self.old_policy == "recomputed", self.correction_low, self.kl_coef > 0
         off, bounded_below = self.correction == "off", self.correction in ("clip", "mask")
         one = "with one optimizer step a batch the ratio to a recomputed policy is 1"
         default = {name: info.default for name, info in type(self).model_fields.items()}
@@ -218,11 +258,17 @@ class ObjectiveConfig(_Section):
                 + ", ".join(sorted(recipe)),
             ),
             (
-                not recomputed and not off,
+                self.old_policy == "rollout" and not off,
                 f"correction {self.correction} with old_policy rollout corrects twice: its ratio is trainer / engine",
             ),
-            (self.loss != "ppo" and recomputed, f"loss {self.loss} needs old_policy rollout: {one}, nothing to clip"),
-            (self.dual_clip is not None and recomputed, f"dual_clip needs old_policy rollout: {one}, never reached"),
+            (
+                self.loss != "ppo" and recomputed,
+                f"loss {self.loss} needs old_policy rollout or kept: {one}, nothing to clip",
+            ),
+            (
+                self.dual_clip is not None and recomputed,
+                f"dual_clip needs old_policy rollout or kept: {one}, never reached",
+            ),
             (self.dual_clip is not None and self.loss != "ppo", f"dual_clip belongs to loss ppo, not {self.loss}"),
             (
                 off
@@ -239,6 +285,23 @@ class ObjectiveConfig(_Section):
             (
                 low is not None and low >= self.correction_high,
                 f"correction_low {low} is not below correction_high {self.correction_high}",
+            ),
+            (
+                not kl and any(getattr(self, name) != default[name] for name in _KL_FIELDS),
+                "kl_estimator, kl_in and reference say nothing with kl_coef 0",
+            ),
+            (
+                kl and self.kl_in == "loss" and self.kl_estimator == "k1",
+                "kl_estimator k1 in the loss is no penalty, for the mean of its gradient is 0: take k2, k3 or "
+                "low_variance, or kl_in reward",
+            ),
+            (
+                kl and self.kl_in == "reward" and self.kl_estimator != "k1",
+                f"kl_in reward takes kl_estimator k1: {self.kl_estimator} there has another gradient than the KL",
+            ),
+            (
+                kl and self.kl_in == "reward" and self.estimator not in _KL_IN_REWARD,
+                f"kl_in reward is published for {' and '.join(_KL_IN_REWARD)}; with {self.estimator} use kl_in loss",
             ),
             (
                 self.filter_on == "shaped" and not self.format_error_penalty,
@@ -270,9 +333,31 @@ class TrainerConfig(_Section):
     grad_clip: float = Field(1.0, gt=0)
     max_tokens_per_micro_batch: int = Field(4096, ge=64)
     routing_replay: bool = Field(False, description="train a mixture of experts with the experts that the engine chose")
+    kept_versions: int = Field(
+        0, ge=0, le=64, description="earlier versions whose samples may train, with objective.old_policy kept"
+    )
+    max_nonfinite_steps: int = Field(
+        3, ge=1, description="steps in a row that were not finite and stop the run", json_schema_extra=OPERATIONAL
+    )
     checkpoint_every: int = Field(
         5, ge=1, le=10_000, description="steps between checkpoints", json_schema_extra=OPERATIONAL
     )
+    keep_checkpoints: int = Field(
+        3,
+        ge=0,
+        description="newest checkpoints that stay, beside every tenth and what forks start from; 0: all stay",
+        json_schema_extra=OPERATIONAL,
+    )
+
+
+class ParentConfig(_Section):
+    """The checkpoint that a forked run starts from; `rl360 run fork` fills it in."""
+
+    run: str = Field(pattern=RUN_PATTERN)
+    step: int = Field(ge=0, description="the checkpoint holds the state after this step of the parent")
+    weights_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    steps_before: int = Field(ge=1, description="steps from the first start on: the task set's cursor goes on there")
+    updates_before: int = Field(ge=0, description="optimizer steps in the weights and moments: Adam counts on from it")
 
 
 class PushConfig(_Section):
@@ -299,10 +384,12 @@ class RunConfig(_Section):
     taskset: TasksetConfig = TasksetConfig()
     rollout: RolloutConfig = RolloutConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    judge: JudgeConfig = JudgeConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     trainer: TrainerConfig = TrainerConfig()
     push: PushConfig = PushConfig()
+    parent: ParentConfig | None = Field(None, description="where a forked run starts; written by `rl360 run fork`")
 
     @model_validator(mode="after")
     def _fit(self) -> RunConfig:
@@ -313,7 +400,23 @@ class RunConfig(_Section):
                 f"rollout.max_seq_len {longest} does not fit into trainer.max_tokens_per_micro_batch {cells}; "
                 "lower the one or raise the other"
             )
+        kept = self.trainer.kept_versions
+        if (self.objective.old_policy == "kept") != (kept > 0):
+            raise ValueError(
+                f"objective.old_policy kept and trainer.kept_versions of 1 or more go together; they are "
+                f"{self.objective.old_policy} and {kept}"
+            )
         return self
+
+    @property
+    def steps_before(self) -> int:
+        """Steps taken before step 0, by the runs that this one was forked from."""
+        return self.parent.steps_before if self.parent else 0
+
+    @property
+    def updates_before(self) -> int:
+        """Optimizer steps in the state that the run starts from."""
+        return self.parent.updates_before if self.parent else 0
 
     @property
     def loss_constant(self) -> float:

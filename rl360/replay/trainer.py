@@ -13,9 +13,10 @@ import orjson
 import torch
 
 from rl360.config.freeze import load_frozen
+from rl360.config.run import RunConfig
 from rl360.config.services import load_services
 from rl360.errors import BadInput, Rl360Error
-from rl360.store.layout import check_run, run_config_key
+from rl360.store.layout import run_config_key
 from rl360.store.object_store import ObjectStore
 from rl360.training import checkpoints
 from rl360.training.megatron import parallel
@@ -25,14 +26,11 @@ from rl360.training.results import TrainResult, read_result
 
 
 def start_of(
-    store: ObjectStore, run: str, step: int
+    store: ObjectStore, config: RunConfig, step: int
 ) -> tuple[checkpoints.CheckpointManifest | None, tuple[TrainResult, ...]]:
     """The newest checkpoint before `step`, and the recorded steps between the two."""
-    names = store.list_folders(f"{check_run(run)}/checkpoints/")
-    saved = None
-    for number in sorted((int(name) for name in names if name.isdigit()), reverse=True):
-        if number < step and (saved := checkpoints.read_manifest(store, run, number)) is not None:
-            break
+    run = config.run
+    saved = checkpoints.latest(store, run, step - 1) or checkpoints.start_of_fork(store, config)
     between = []
     for earlier in range(saved.next_step if saved else 0, step):
         recorded = read_result(store, run, earlier)
@@ -48,7 +46,7 @@ def take(store: ObjectStore, replica: Replica, model_dir: str, run: str, step: i
     if recorded is None:
         raise BadInput(f"step {step} of {run} has no result to compare with")
     config = load_frozen(store, run)
-    saved, between = start_of(store, run, step)
+    saved, between = start_of(store, config, step)
     frozen = store.get_required(run_config_key(run))
     replica.execute(OpenRun(run, frozen, config.model.path or model_dir, saved, between))
     return cast(TrainResult, replica.execute(TrainStep(step, recorded.batch_key, recorded.batch_digest)))

@@ -49,7 +49,8 @@ def plan_step(taskset: TaskSet, config: RunConfig, step: int) -> StepPlan:
     """Draw `groups_per_step` tasks and lay out their attempts in waves of at most `wave_size`, groups kept whole."""
     groups: dict[str, str] = {}
     specs: list[AttemptSpec] = []
-    for index, task_id in enumerate(draw(taskset, config.seed, step, config.taskset.groups_per_step)):
+    drawn = draw(taskset, config.seed, step + config.steps_before, config.taskset.groups_per_step)
+    for index, task_id in enumerate(drawn):
         group_id = f"s{step:06}-g{index:03}"
         groups[group_id] = task_id
         task = taskset[task_id]

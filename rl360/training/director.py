@@ -121,7 +121,7 @@ class Director:
             return at
         self.pending = None
         self._cast = None
-        saved = checkpoints.latest(self.store, run)
+        saved = checkpoints.latest(self.store, run) or checkpoints.start_of_fork(self.store, config)
         committed: list[TrainResult] = []
         step = saved.next_step if saved else 0
         while (found := read_result(self.store, run, step)) is not None:

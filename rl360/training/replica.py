@@ -141,10 +141,10 @@ class Replica:
         if saved is not None:
             sets = together(lambda: checkpoints.read_tensors(self.store, saved))
             moments = {name: sets[name] for name in ("exp_avg", "exp_avg_sq")}
-            policy.load(sets["weights"], moments, saved.version)
+            policy.load(sets["weights"], moments, saved.version + config.updates_before)
             torch.set_rng_state(sets["rng"]["torch"])
             at = replace(at, next_step=saved.next_step, version=saved.version, digest=digest_of(policy.weights()))
-            self._must_equal(at.digest, saved.weights_digest, f"checkpoint {saved.step} of {command.run}", saved.layout)
+            self._must_equal(at.digest, saved.weights_digest, f"checkpoint {saved.step} of {saved.run}", saved.layout)
         self.policy, self.at = policy, at
         try:
             for recorded in command.committed:

@@ -46,6 +46,10 @@ class MemoryStore:
         self._up(key)
         return key in self.objects
 
+    def delete(self, key: str) -> None:
+        self._up(key)
+        self.objects.pop(key, None)
+
     def list(self, prefix: str) -> list[str]:
         self._up(prefix)
         return sorted(key for key in self.objects if key.startswith(prefix))

@@ -132,6 +132,21 @@ def test_a_matcher_is_a_known_name_or_a_function_by_its_import_path(matcher: str
     assert RunConfig.parse({"rollout": {"matcher": "agents.echo:same"}}).rollout.matcher == "agents.echo:same"
 
 
+def test_a_pick_of_branches_belongs_to_trees() -> None:
+    with pytest.raises(BadInput, match="pick all says nothing with session_mode linear"):
+        RunConfig.parse({"rollout": {"pick": "all"}})
+    tree = {"rollout": {"pick": "all", "session_mode": "tree"}}
+    assert len(frozen_differences(RunConfig(), RunConfig.parse(tree))) == 2
+
+
+def test_a_run_with_a_parent_is_another_run() -> None:
+    origin = {"run": "r1", "step": 4, "weights_digest": "0" * 64, "steps_before": 5, "updates_before": 5}
+    fork, moved = (RunConfig.parse({"parent": origin | change}) for change in ({}, {"step": 9}))
+    assert frozen_differences(fork, fork) == []
+    assert frozen_differences(fork, moved) == ["parent.step: 4 -> 9"]
+    assert any(line.startswith("parent.run: 'r1' -> None") for line in frozen_differences(fork, RunConfig()))
+
+
 def test_operational_means_it_cannot_change_what_is_computed() -> None:
     """The whole list, so that marking one more field is a decision that this test sees."""
     config = RunConfig()
@@ -139,7 +154,7 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
         "steps": 31,
         "rollout": {"wave_size": 1, "wave_interval_s": 1, "max_concurrent": 1, "infra_retries": 2},
         "deadlines": {"queue_s": 1, "setup_s": 1, "collect_s": 1, "slack_s": 16, "client_s": 999, "train_s": 1},
-        "trainer": {"checkpoint_every": 1},
+        "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0},
         "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2},
     }
     assert frozen_differences(config, RunConfig.parse(changed)) == []
@@ -168,7 +183,8 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             "old_policy": None,  # belongs to no correction
             "pause_mode": "abort",
             "session_mode": "tree",
-            "pick": "all",
+            "pick": None,  # belongs to trees
+            "parent": None,  # a whole section
             "matcher": "agents.echo:same",
             "sampling_params": "refuse",
             "run": "other",

@@ -1,0 +1,123 @@
+"""Which checkpoints a run has: their manifests, which of them stay, and the one that a forked run starts from.
+
+Needs no torch: flows and the command line ask here. Of a fork that starts from a checkpoint and the pruning that
+deletes it, whoever writes the checkpoint's claim first goes on, and the other gives way.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rl360.config.run import ParentConfig, RunConfig
+from rl360.errors import BadInput, CorruptObject
+from rl360.store.layout import check_run, checkpoint_prefix
+from rl360.store.manifest import ObjectRef
+from rl360.store.object_store import ObjectStore
+
+_KEPT, _DELETED = b"kept: a run was forked from here", b"being deleted"
+_TENTH = 10
+
+
+class CheckpointManifest(BaseModel):
+    """A whole checkpoint: where its tensors are and where in the run it stands."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    run: str
+    step: int
+    next_step: int
+    version: int
+    weights_digest: str
+    layout: str
+    objects: dict[str, ObjectRef]
+
+
+def manifest_key(run: str, step: int) -> str:
+    return checkpoint_prefix(run, step) + "manifest.json"
+
+
+def read_manifest(store: ObjectStore, run: str, step: int) -> CheckpointManifest | None:
+    key = manifest_key(run, step)
+    try:
+        return CheckpointManifest.model_validate_json(store.get(key))
+    except KeyError:
+        return None
+    except ValidationError as error:
+        raise CorruptObject(key, f"is no checkpoint manifest: {error.errors()[0]['msg']}") from None
+
+
+def _folders(store: ObjectStore, run: str) -> list[int]:
+    """Steps of which anything of a checkpoint is stored, newest first."""
+    names = store.list_folders(f"{check_run(run)}/checkpoints/")
+    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
+def latest(store: ObjectStore, run: str, up_to: int | None = None) -> CheckpointManifest | None:
+    """The newest committed checkpoint (of step `up_to` at most); one whose writing was cut off has no manifest and does
+    not count."""
+    for step in _folders(store, run):
+        if (up_to is None or step <= up_to) and (found := read_manifest(store, run, step)) is not None:
+            return found
+    return None
+
+
+def start_of_fork(store: ObjectStore, config: RunConfig) -> CheckpointManifest | None:
+    """The checkpoint that a forked run starts from, as the state before its step 0; None when it has no parent."""
+    if (parent := config.parent) is None:
+        return None
+    key, found = manifest_key(parent.run, parent.step), read_manifest(store, parent.run, parent.step)
+    if found is None:
+        raise CorruptObject(key, f"is missing, and run {config.run} starts from it")
+    if found.weights_digest != parent.weights_digest:
+        raise CorruptObject(key, f"holds weights {found.weights_digest[:12]}, {config.run} names others as its start")
+    return found.model_copy(update={"next_step": 0, "version": 0})
+
+
+def parent_at(store: ObjectStore, config: RunConfig, from_step: int | None) -> ParentConfig:
+    """The run of `config` as a parent: its newest checkpoint, or the newest of step `from_step` at most."""
+    found = latest(store, config.run, from_step)
+    if found is None:
+        steps = [str(step) for step in reversed(_folders(store, config.run)) if read_manifest(store, config.run, step)]
+        where = "" if from_step is None else f" at or before step {from_step}"
+        raise BadInput(f"run {config.run} has no checkpoint{where}; it has those after {', '.join(steps) or 'no step'}")
+    before = (config.parent.steps_before, config.parent.updates_before) if config.parent else (0, 0)
+    return ParentConfig(
+        run=config.run,
+        step=found.step,
+        weights_digest=found.weights_digest,
+        steps_before=found.next_step + before[0],
+        updates_before=found.version + before[1],
+    )
+
+
+def _claim(store: ObjectStore, run: str, step: int, wish: bytes) -> bool:
+    key = checkpoint_prefix(run, step) + "claim"
+    return store.put_once(key, wish) or store.get(key) == wish
+
+
+def keep_for_fork(store: ObjectStore, run: str, step: int) -> None:
+    """From now on the checkpoint is never pruned. `BadInput` when it is being deleted."""
+    if not _claim(store, run, step, _KEPT):
+        raise BadInput(f"checkpoint {step} of {run} is being deleted (trainer.keep_checkpoints); fork from another one")
+
+
+def prune(store: ObjectStore, run: str, keep: int, every: int) -> list[int]:
+    """Delete what is older than the newest `keep` whole checkpoints (0: nothing), but every tenth (a multiple of
+    10 * `every` steps) and what forks start from; returns the steps. What was cut off is finished by the next pruning.
+    """
+    steps = _folders(store, run)
+    whole = [step for step in steps if keep and store.exists(manifest_key(run, step))][:keep]
+    old = [step for step in steps if len(whole) == keep > 0 and step < whole[-1] and (step + 1) % (_TENTH * every)]
+    gone = [step for step in old if _claim(store, run, step, _DELETED)]
+    for step in gone:
+        prefix = checkpoint_prefix(run, step)
+        order = {
+            manifest_key(run, step): 0,
+            f"{prefix}claim": 2,
+        }  # a manifest's tensors are there, a claim outlives all
+        for key in sorted(store.list(prefix), key=lambda name, order=order: order.get(name, 1)):
+            store.delete(key)
+    return gone
