@@ -28,6 +28,10 @@ class CorruptObject(Rl360Error):
         return type(self), (self.key, self.reason)
 
 
+class ReplayMismatch(Rl360Error):
+    """Replaying a committed step gave other weights than were recorded. Nothing may go on from here. Not retried."""
+
+
 class StoreUnavailable(Rl360Error):
     """The object store did not answer in time, or refused the credentials. Safe to retry."""
 

@@ -1,8 +1,8 @@
 """Async client of the trainer service. Every request may be sent again: the trainer answers by what it already did.
 
 Connection errors and deadlines are `ServiceError` (retry safe); 400, 401, 404 and 422 say that the same request can
-never work and are `BadInput` (never retried); 409 means that the trainer is elsewhere (another run, another version)
-and is `TrainerConflict`.
+never work and are `BadInput`, or the `CorruptObject` or `ReplayMismatch` that the answer names (none is retried); 409
+means that the trainer is elsewhere (another run, another version) and is `TrainerConflict`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import httpx
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from rl360.errors import BadInput, ServiceError
+from rl360.errors import BadInput, CorruptObject, ReplayMismatch, Rl360Error, ServiceError
 from rl360.weights.messages import ChecksumReply, ChecksumRequest, PushPlan, TransferReport
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -22,6 +22,18 @@ _NEVER_WORKS = frozenset({400, 401, 404, 422})
 
 class TrainerConflict(ServiceError):
     """The trainer's state does not allow it now: the version or the run is not the one it holds."""
+
+
+def _refusal(message: str, reply: httpx.Response) -> Rl360Error:
+    """The error that the trainer named, where the type says more than that the request is wrong."""
+    try:
+        told = orjson.loads(reply.content)
+        kind, error = told["type"], str(told["error"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return BadInput(message)
+    if kind == CorruptObject.__name__ and error.startswith("object "):
+        return CorruptObject(*error.removeprefix("object ").split(": ", 1))
+    return ReplayMismatch(error) if kind == ReplayMismatch.__name__ else BadInput(message)
 
 
 class TrainerClient:
@@ -52,7 +64,7 @@ class TrainerClient:
             ) from None
         message = f"{where}: answered {reply.status_code}: {reply.text[:300].strip()}"
         if reply.status_code in _NEVER_WORKS:
-            raise BadInput(message)
+            raise _refusal(message, reply)
         if reply.status_code == 409:
             raise TrainerConflict(message)
         if reply.status_code != 200:

@@ -7,31 +7,24 @@ that a rank which cannot read an object makes all of them refuse, before any of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from rl360.config.run import RunConfig
-from rl360.errors import BadInput, Rl360Error
+from rl360.errors import BadInput, ReplayMismatch, Rl360Error
+from rl360.objective.filters import trainable_versions
 from rl360.store.object_store import ObjectStore
-from rl360.training import checkpoints
+from rl360.training import actors, checkpoints
 from rl360.training.megatron.hf_dir import write_dir
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, parallel_state
+from rl360.training.megatron.parallel import together
 from rl360.training.megatron.policy import Optim, Policy, StepSums
 from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch
 from rl360.training.results import Batch, StepStatus, TrainResult, parse_batch, read_samples
-
-T = TypeVar("T")
-
-
-class ReplayMismatch(Rl360Error):
-    """Replaying a committed step gave other weights than were recorded. Nothing may go on from here."""
-
 
 @dataclass(frozen=True)
 class OpenRun:
@@ -76,25 +69,6 @@ class Position:
     digest: str
 
 
-def together(work: Callable[[], T]) -> T:
-    """Do local work on every rank; when it fails on one, all raise that rank's error."""
-    value: T | None = None
-    error: Rl360Error | None = None
-    try:
-        value = work()
-    except Rl360Error as caught:
-        error = caught
-    world = torch.distributed.get_world_size()
-    errors: list[Rl360Error | None] = [error] * world
-    if world > 1:
-        torch.distributed.all_gather_object(errors, error)
-    for found in errors:
-        if found is not None:
-            raise found
-    assert value is not None
-    return value
-
-
 class Replica:
     """One rank's part of the trainer."""
 
@@ -102,6 +76,7 @@ class Replica:
         self.store, self.layout, self.incarnation = store, layout, incarnation
         self.policy: Policy | None = None
         self.at: Position | None = None
+        self.actors: actors.Actors | None = None  # of the policy's run, there when the policy is
 
     @property
     def leads(self) -> bool:
@@ -136,6 +111,7 @@ class Replica:
         policy = together(lambda: Policy(Path(command.model_dir), self.layout, optim))
         if trainer.routing_replay and policy.shape.routing is None:
             raise BadInput(f"trainer.routing_replay is on and {command.model_dir} has no experts; switch it off")
+        self.actors = actors.Actors(self.store, config, policy, command.model_dir)
         at = Position(command.run, config, command.model_dir, 0, 0, digest_of(policy.weights()))
         saved = command.checkpoint
         if saved is not None:
@@ -184,11 +160,13 @@ class Replica:
             """All rows of the batch, and of its samples those that this rank trains."""
             data = self.store.get_required(command.batch_key)
             batch = parse_batch(data, command.batch_key, command.batch_digest, at.run, command.step)
-            limit = at.config.trainer.max_tokens_per_micro_batch
+            limit, kept = at.config.trainer.max_tokens_per_micro_batch, at.config.trainer.kept_versions
+            versions = trainable_versions(f"{at.run}:{at.version}", kept) if kept else ()
             share = policy.share([row.tokens for row in batch.rows], limit)
             mine = sorted({index for indices in share for index in indices})
             replay = policy.shape.routing if at.config.trainer.routing_replay else None
-            samples = read_samples(self.store, [batch.rows[index] for index in mine], policy.shape.vocab, replay)
+            rows = [batch.rows[index] for index in mine]
+            samples = read_samples(self.store, rows, policy.shape.vocab, replay, versions)
             # in units of the mean's weight, so that a mean over tokens is summed plainly and divided once, by `tokens`
             weighed = [
                 replace(s, weight=batch.rows[i].weight * batch.trained_tokens)
@@ -211,9 +189,13 @@ class Replica:
             incarnation=self.incarnation,
         )
         if tokens:
-            sums = policy.step(micro, policy_sums(at.config.objective), tokens, at.config.rollout.temperature)
-            result = result.model_copy(update=_outcome(sums, tokens, batch.trained_samples, at.version))
-            result = result.model_copy(update={"weights_digest": digest_of(policy.weights())})
+            assert self.actors is not None
+            self.actors.keep(at.version, at.digest)
+            micro, used = self.actors.prepare(batch, micro, at.version)
+            loss_sums = policy_sums(at.config.objective, at.version)
+            sums = policy.step(micro, loss_sums, tokens, at.config.rollout.temperature)
+            done = {"actors_used": used, "weights_digest": digest_of(policy.weights())}
+            result = result.model_copy(update=_outcome(sums, tokens, at) | done)
         result = result.model_copy(update={"seconds": round(time.monotonic() - started, 4)})
         self.at = replace(at, next_step=command.step + 1, version=result.version_after, digest=result.weights_digest)
         return result
@@ -234,27 +216,31 @@ class Replica:
             layout=self.layout_name(),
             objects={},
         )
-        return checkpoints.write(self.store, manifest, sets)
+        written = checkpoints.write(self.store, manifest, sets)
+        if at.config.trainer.kept_versions:  # a restart from here asks for none older
+            actors.prune(self.store, at.run, at.version - at.config.trainer.kept_versions)
+        return written
 
 
-def _outcome(sums: StepSums, tokens: int, samples: int, version: int) -> dict[str, object]:
+def _outcome(sums: StepSums, tokens: int, at: Position) -> dict[str, object]:
     """The fields of the result that say what the optimizer did."""
     if not sums.applied:
         return {"status": StepStatus.NONFINITE}
     total = sums.sums
     return {
         "status": StepStatus.TRAINED,
-        "version_after": version + 1,
+        "version_after": at.version + 1,
         "loss": total["loss"] / tokens,
         "grad_norm": sums.grad_norm,
-        "trained_samples": samples,
-        "trained_tokens": tokens,
+        "trained_samples": round(total["samples"]),
+        "trained_tokens": round(total["tokens"]),
         "loss_weight_sum": total["weight"] / tokens,
         "clip_fraction": total["clipped"] / tokens,
         "tis_mean": total["tis"] / tokens,
         "masked_fraction": total["masked"] / tokens,
         "mean_abs_dlogp": total["abs_dlogp"] / tokens,
         "entropy": total["entropy"] / tokens,
+        "kl_mean": total["kl"] / tokens if at.config.objective.kl_coef else None,
     }
 
 

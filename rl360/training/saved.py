@@ -113,11 +113,8 @@ def prune(store: ObjectStore, run: str, keep: int, every: int) -> list[int]:
     old = [step for step in steps if len(whole) == keep > 0 and step < whole[-1] and (step + 1) % (_TENTH * every)]
     gone = [step for step in old if _claim(store, run, step, _DELETED)]
     for step in gone:
-        prefix = checkpoint_prefix(run, step)
-        order = {
-            manifest_key(run, step): 0,
-            f"{prefix}claim": 2,
-        }  # a manifest's tensors are there, a claim outlives all
-        for key in sorted(store.list(prefix), key=lambda name, order=order: order.get(name, 1)):
+        first, last = manifest_key(run, step), checkpoint_prefix(run, step) + "claim"
+        # a manifest's tensors are there; a claim outlives all else
+        for key in (first, *(set(store.list(checkpoint_prefix(run, step))) - {first, last}), last):
             store.delete(key)
     return gone

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from rl360.config.run import RunConfig
-from rl360.errors import CorruptObject, StoreUnavailable
+from rl360.errors import CorruptObject, ReplayMismatch, StoreUnavailable
 from rl360.sessions.sample import encode_samples
 from rl360.store.codec import sha256_hex
 from rl360.store.layout import merged_key, run_config_key, step_key
 from rl360.training.director import Conflict, Director, StepBody
 from rl360.training.megatron import parallel
 from rl360.training.megatron.model import Layout
-from rl360.training.replica import ReplayMismatch, Replica
+from rl360.training.replica import Replica
 from rl360.training.results import StepStatus
 from tests.unit.memory_store import MemoryStore
 from tests.unit.training_data import batch, merged, put_batch, sample, samples_of, stored_row, untrained, write_model

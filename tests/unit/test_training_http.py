@@ -10,10 +10,17 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from rl360.errors import BadInput, CorruptObject, EngineChurn, Rl360Error, ServiceError, StoreUnavailable
+from rl360.errors import (
+    BadInput,
+    CorruptObject,
+    EngineChurn,
+    ReplayMismatch,
+    Rl360Error,
+    ServiceError,
+    StoreUnavailable,
+)
 from rl360.training.client import TrainerClient, TrainerConflict
 from rl360.training.director import Conflict, Director, UnknownRun
-from rl360.training.replica import ReplayMismatch
 from rl360.training.service import Commands, create_app
 from tests.unit.sessions_server import serving
 
@@ -66,8 +73,8 @@ def ask(url: str, token: str = TOKEN, count: int = 1, **options: Any) -> list[An
     [
         (BadInput("x is 3, at most 2"), BadInput),
         (UnknownRun("no run 'r1'"), BadInput),
-        (CorruptObject("r1/steps/0", "is damaged"), BadInput),
-        (ReplayMismatch("replay of step 0 differs"), BadInput),
+        (CorruptObject("r1/steps/0", "is damaged"), CorruptObject),
+        (ReplayMismatch("replay of step 0 differs"), ReplayMismatch),
         (Conflict("the next step is 7"), TrainerConflict),
         (StoreUnavailable("store is away"), ServiceError),
         (EngineChurn("epoch 3 is over"), ServiceError),

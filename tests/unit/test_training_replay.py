@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from rl360.config.run import RunConfig
-from rl360.errors import BadInput, CorruptObject
+from rl360.errors import BadInput, CorruptObject, ReplayMismatch
 from rl360.training.megatron import hf_map, parallel
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout
 from rl360.training.megatron.policy import DeviceBatch, Optim, Policy
 from rl360.training.packing import TrainSequence, build
-from rl360.training.replica import OpenRun, ReplayMismatch, Replica, TrainStep
+from rl360.training.replica import OpenRun, Replica, TrainStep
 from rl360.training.results import StepStatus, TrainResult
 from tests.unit.memory_store import MemoryStore
 from tests.unit.training_data import GROUPS, HEAD_DIM, HEADS, LAYERS, VOCAB, put_batch, routed, samples_of, write_model
