@@ -15,6 +15,7 @@ import orjson
 from rl360.agents.records import put_table, read_table, refuse_unplanned, refuse_unsigned
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, ServiceError
+from rl360.ledger.checks import version_number
 from rl360.ledger.metrics import step_json
 from rl360.ledger.read import write_ledger
 from rl360.ledger.step import StepLedger, build_step_ledger
@@ -25,6 +26,7 @@ from rl360.store.codec import pack, unpack
 from rl360.store.layout import step_key
 from rl360.store.manifest import Manifest, ObjectRef, get_object, put_object, read_manifest
 from rl360.store.object_store import ObjectStore
+from rl360.store.progress import weight_version
 from rl360.tasksets.plan import StepPlan, plan_step
 from rl360.tasksets.taskset import load_taskset
 
@@ -108,6 +110,7 @@ def filter_groups(store: ObjectStore, config: RunConfig, step: int, weight_versi
         max_seq_len=config.rollout.max_seq_len,
         loss_constant=config.loss_constant,
         routing_replay=config.trainer.routing_replay,
+        kept_versions=config.trainer.kept_versions,
         score_timeouts=config.rollout.unverified_timeout == "score_zero",
     )
     ref = put_object(store, step_key(config.run, step, "filter.msgpack"), pack(result.to_wire(config.run, step)))
@@ -129,6 +132,8 @@ def close_books(store: ObjectStore, config: RunConfig, step: int) -> tuple[Produ
         train=orjson.loads(get_object(store, committed(store, run, step, "train").objects[0])),
         push={**pushed.info, "engines": pushed.counts["engines"]},
         phases_s=_phases(store, run, step),
+        version_before=version_number(weight_version(store, run, step)),
+        batch_digest=filtered.sha256,
     )
     return Produced([write_ledger(store, ledger)], info=step_json(ledger)), ledger
 

@@ -138,6 +138,7 @@ class RolloutClient:
             phases_s=reply.phases.model_dump() if reply is not None else {},
             agent_metrics=dict(reply.agent_metrics) if reply is not None else {},
             cleanup_confirmed=reply.cleanup.confirmed if reply is not None else False,
+            cleanup_evidence=reply.cleanup.evidence[:200] if reply is not None else "",
             unmerged_tokens=unmerged or 0,
         ).check(attempt_id)
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WEIGHT_RTOL = 1e-6
 NO_STEP = ("empty", "nonfinite")
+# Means over trained tokens, and the gradient of their loss: absent when there is none.
+TRAIN_FIGURES = ("loss", "grad_norm", "clip_fraction", "tis_mean", "masked_fraction", "mean_abs_dlogp", "entropy")
 
 
 class LedgerBroken(Rl360Error):
@@ -44,20 +46,35 @@ class Check:
         return f"{text} ({self.detail})" if self.detail else text
 
 
+def version_number(version: str) -> int:
+    """Optimizer steps applied to the weights of a version `run:k`: k."""
+    number = version.rpartition(":")[2]
+    if not (number.isascii() and number.isdecimal()):
+        raise LedgerBroken(f"weight version {version!r} is not of the form run:k")
+    return int(number)
+
+
 def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> list[Check]:
     """All checks of one step. `trained_before`: attempt ids that earlier steps of the run trained."""
     return list(_checks(ledger, trained_before))
 
 
 def audit_run(ledgers: Iterable[StepLedger]) -> Iterator[tuple[StepLedger, list[Check]]]:
-    """Each ledger of a run, in step order, with all its checks, the one across steps (trained once) included.
+    """Each ledger of a run, in step order, with all its checks and those across steps: nothing trained twice, and each
+    step trained the weights that the one before it left.
 
     Lazy: a long run's ledgers are gigabytes, so callers keep what they need of one before they take the next.
     """
     trained: set[str] = set()
+    left = None
     for ledger in ledgers:
-        yield ledger, check_ledger(ledger, trained)
+        checks = check_ledger(ledger, trained)
+        if left is not None and left[0] == ledger.step - 1:
+            name = "weights as the step before left them"
+            checks.append(_equal(name, "version before", ledger.version_before, "version left", left[1]))
+        yield ledger, checks
         trained.update(ledger.trained_ids)
+        left = ledger.step, ledger.train.version_after
 
 
 def refuse_broken(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> None:
@@ -101,11 +118,28 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
     weights = math.fsum(row.loss_weight for row in rows)
     holds = math.isclose(weights, train.loss_weight_sum, rel_tol=WEIGHT_RTOL, abs_tol=0.0)
     yield Check("loss weights", "booked", weights, "trainer", float(train.loss_weight_sum), holds)
-    if trained == 0:
-        steps = 0 if train.status in NO_STEP and train.loss is None else 1
-        yield _equal("nothing trained, no optimizer step", "optimizer steps", steps, "expected", 0)
+    yield from _step_checks(ledger, trained)
     again = sorted(set(ledger.trained_ids) & set(trained_before))
     yield _equal("trained once", "trained in an earlier step too", len(again), "allowed", 0, again[0] if again else "")
+
+
+def _step_checks(ledger: StepLedger, trained: int) -> Iterator[Check]:
+    """One optimizer step exactly where something trained, on weights no younger than those its tokens came from."""
+    rows, train = ledger.attempts, ledger.train
+    told = [name for name in TRAIN_FIGURES if getattr(train, name) is not None]
+    steps, expected = int(train.status not in NO_STEP or bool(told)), int(trained > 0)
+    if trained:
+        steps = int(train.status not in NO_STEP and train.loss is not None and math.isfinite(train.loss))
+    detail = "" if steps == expected else f"status {train.status}, {', '.join(told) or 'no figure'} given"
+    name = "an optimizer step exactly where something trained"
+    yield Check(name, "optimizer steps", steps, "expected", expected, steps == expected, detail)
+    yield _equal("one version on", "version after", train.version_after, "expected", ledger.version_before + expected)
+    fault = _first(rows, lambda row: sum(row.trained_versions.values()) != row.tokens.get(Bucket.TRAINED, 0))
+    counts = [(version_number(version), n) for row in rows for version, n in row.trained_versions.items()]
+    versioned = sum(n for _, n in counts)
+    yield _equal("a weight version of every trained token", "with a version", versioned, "trained", trained, fault)
+    early = sum(n for version, n in counts if version > ledger.version_before)
+    yield _equal("sampled before it trained", "trained tokens of later weights", early, "allowed", 0)
 
 
 def _oddly_scored(row: AttemptRow) -> bool:

@@ -5,16 +5,20 @@ All functions are pure. A mean over nothing is None, never 0: a step without a v
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rl360.ledger.checks import TRAIN_FIGURES, version_number
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA, SAMPLED, Bucket, Outcome
 
 if TYPE_CHECKING:
     from rl360.ledger.step import AttemptRow, StepLedger
 
 GROUP_FATES = ("trained", "all_pass", "all_fail", "agree_between", "insufficient_valid", "dropped", "infra")
+AGREED = ("all_pass", "all_fail", "agree_between")
 PASS_REWARD = 1.0
 FAIL_REWARD = 0.0
 
@@ -54,10 +58,7 @@ def group_fates(ledger: StepLedger) -> dict[str, str]:
     timeout counts as 0): `all_pass` (>= 1), `all_fail` (<= 0) or `agree_between`. `insufficient_valid` had one score,
     `infra` none; `dropped` disagreed but none of its samples could train (stale, over length, broken).
     """
-    groups: dict[str, list[AttemptRow]] = defaultdict(list)
-    for row in ledger.attempts:
-        groups[row.group_id].append(row)
-    return {group_id: _fate(rows) for group_id, rows in groups.items()}
+    return {group_id: _fate(rows) for group_id, rows in _groups(ledger).items()}
 
 
 def group_counts(ledger: StepLedger) -> dict[str, int]:
@@ -66,14 +67,52 @@ def group_counts(ledger: StepLedger) -> dict[str, int]:
     return {"total": sum(counts.values()), **{fate: counts[fate] for fate in GROUP_FATES}}
 
 
+def zero_disagreement(ledger: StepLedger) -> dict[str, float | None]:
+    """Shares of the groups that could have disagreed (two scores or more): those that did not, in all and by where they
+    agreed."""
+    counts = group_counts(ledger)
+    compared = sum(counts[fate] for fate in ("trained", *AGREED, "dropped"))
+    shares = {fate: _share(counts[fate], compared) for fate in AGREED}
+    return {"share": _share(sum(counts[fate] for fate in AGREED), compared), **shares}
+
+
+def pass_at_k(ledger: StepLedger) -> dict[str, dict[str, Any]]:
+    """By k (1, 2, 4, .. up to the largest group): the chance that at least one of k attempts at a task passes.
+
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, section 2.1), 1 - C(n - c, k) / C(n, k) for a group of
+    n verdicts of which c pass, as its mean over the `groups` with n >= k; None over none.
+    """
+    verdicts, size = [], 0
+    for rows in _groups(ledger).values():
+        rewards = [row.reward for row in rows if row.reward is not None]
+        verdicts.append((len(rewards), sum(reward >= PASS_REWARD for reward in rewards)))
+        size = max(size, len({row.attempt_id.rpartition("-t")[0] for row in rows}))
+    found = {}
+    for k in (1 << power for power in range(size.bit_length())):
+        chances = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in verdicts if n >= k]
+        found[str(k)] = {"mean": mean(chances), "groups": len(chances)}
+    return found
+
+
+def staleness(ledger: StepLedger) -> dict[str, float | None]:
+    """Optimizer steps between the weights that sampled a token and those it trained, over trained tokens."""
+    counts: Counter[int] = Counter()
+    for row in ledger.attempts:
+        for version, tokens in row.trained_versions.items():
+            counts[ledger.version_before - version_number(version)] += tokens
+    total = sum(counts.values())
+    return {"mean": _share(sum(lag * n for lag, n in counts.items()), total), "max": max(counts, default=None)}
+
+
 def reward_metrics(ledger: StepLedger) -> dict[str, Any]:
     """Reward before and after the filter, what was trained on in its place, and the share of attempts that have none.
     Means of rewards are over verdicts alone; what the run's policy scored is counted apart."""
     valid = [row for row in ledger.attempts if row.reward is not None]
     scored = [row for row in ledger.attempts if row.score is not None]
-    domains: dict[str, list[float]] = defaultdict(list)
-    for row in valid:
-        domains[row.domain].append(row.reward or 0.0)
+    domains: dict[str, list[AttemptRow]] = defaultdict(list)
+    for row in ledger.attempts:
+        domains[row.domain].append(row)
+    by_domain = {name: _domain(rows) for name, rows in sorted(domains.items())}
     return {
         "unfiltered_mean_valid": mean([row.reward or 0.0 for row in valid]),
         "kept_mean": mean([row.reward or 0.0 for row in valid if row.trains]),
@@ -81,7 +120,18 @@ def reward_metrics(ledger: StepLedger) -> dict[str, Any]:
         "penalised": sum(row.score != row.reward for row in valid),
         "timeouts_scored": len(scored) - len(valid),
         "infra_rate": _share(len(ledger.attempts) - len(scored), len(ledger.attempts)),
-        "by_domain": {domain: mean(rewards) for domain, rewards in sorted(domains.items())},
+        "by_domain": {name: of["valid"] for name, of in by_domain.items() if of["valid"] is not None},
+        "kept_by_domain": {name: of["kept"] for name, of in by_domain.items() if of["kept"] is not None},
+        "infra_rate_by_domain": {name: of["infra"] for name, of in by_domain.items()},
+    }
+
+
+def _domain(rows: Sequence[AttemptRow]) -> dict[str, float | None]:
+    valid = [row for row in rows if row.reward is not None]
+    return {
+        "valid": mean([row.reward or 0.0 for row in valid]),
+        "kept": mean([row.reward or 0.0 for row in valid if row.trains]),
+        "infra": _share(sum(row.score is None for row in rows), len(rows)),
     }
 
 
@@ -142,6 +192,8 @@ def step_json(ledger: StepLedger) -> dict[str, Any]:
         "outcomes": outcome_counts(ledger),
         "attempt_bars": attempt_bars(ledger),
         "groups": group_counts(ledger),
+        "zero_disagreement": zero_disagreement(ledger),
+        "pass_at_k": pass_at_k(ledger),
         "sampled_tokens": sampled_tokens(ledger),
         "tokens": token_counts(ledger),
         "context_tokens": context_counts(ledger),
@@ -151,23 +203,16 @@ def step_json(ledger: StepLedger) -> dict[str, Any]:
         "status": ledger.train.status,
         "trained_samples": ledger.train.trained_samples,
         "loss_weight_sum": ledger.train.loss_weight_sum,
-        "loss": ledger.train.loss,
-        "grad_norm": ledger.train.grad_norm,
-        "entropy": ledger.train.entropy,
+        "trained_tokens": ledger.train.trained_tokens,
+        **{name: getattr(ledger.train, name) for name in TRAIN_FIGURES},
+        "staleness": staleness(ledger),
+        "version_before": ledger.version_before,
         "version_after": ledger.train.version_after,
         "weights_digest": ledger.train.weights_digest,
         "truncation_share": truncation_share(ledger),
         "reward": reward_metrics(ledger),
         "losses_by_cause": losses_by_cause(ledger),
-        "push": None
-        if ledger.push is None
-        else {
-            "path": ledger.push.path,
-            "calls_per_engine": ledger.push.calls_per_engine,
-            "bytes": ledger.push.bytes,
-            "paused_s": ledger.push.paused_s,
-            "engines": ledger.push.engines,
-        },
+        "push": None if ledger.push is None else asdict(ledger.push),
         "phases_s": dict(ledger.phases_s),
     }
 
@@ -180,6 +225,13 @@ def rolling_mean(values: Sequence[float | None], window: int) -> list[float | No
 def mean(values: Sequence[float]) -> float | None:
     """Arithmetic mean, None of nothing."""
     return sum(values) / len(values) if values else None
+
+
+def _groups(ledger: StepLedger) -> dict[str, list[AttemptRow]]:
+    groups: dict[str, list[AttemptRow]] = defaultdict(list)
+    for row in ledger.attempts:
+        groups[row.group_id].append(row)
+    return groups
 
 
 def _fate(rows: Sequence[AttemptRow]) -> str:

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rl360.errors import CorruptObject
-from rl360.ledger.checks import LedgerBroken, refuse_broken
+from rl360.ledger.checks import LedgerBroken, refuse_broken, version_number
 from rl360.ledger.outcomes import NOT_SAMPLED, Bucket, Outcome
 
 if TYPE_CHECKING:
     from rl360.objective.filters import Decision
     from rl360.sessions.sample import AttemptRecord, LeafCounts
 
-LEDGER_SCHEMA = 3
+LEDGER_SCHEMA = 4
 # Ids sent with an attempt's turns and those of them the engine held in its cache; rows of routed experts, those of them
 # that a decode step wrote, and those whose cache a later forward had to rebuild.
 FORWARD_COUNTS = ("prompt_tokens", "cached_tokens", "routing_rows", "decode_rows", "reprefilled_rows")
@@ -28,6 +28,7 @@ FORWARD_COUNTS = ("prompt_tokens", "cached_tokens", "routing_rows", "decode_rows
 AGENT_TOKENS = "completion_tokens"
 # The trainer's status for a batch whose loss or gradient was not finite: no optimizer step was taken.
 REFUSED = "nonfinite"
+TRAINED = "trained"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class AttemptRow:
     token_weight: the loss weight of each of its trained tokens (rl360.objective.reductions), None when it trains
     nothing; `loss_weight` is their sum. agent_tokens: what the engine's replies to the agent added up to, None when
     the attempt reported none.
+    versions: the weight versions its samples were sampled under, in order of appearance; trained_versions: its trained
+    tokens by version, those of a sample that saw several under the oldest.
     """
 
     attempt_id: str
@@ -67,6 +70,8 @@ class AttemptRow:
     truncated: bool
     turns: int
     seconds: float
+    versions: tuple[str, ...] = ()
+    trained_versions: dict[str, int] = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -95,6 +100,7 @@ class TrainReport:
     mean_abs_dlogp: float | None = None
     entropy: float | None = None
     weights_digest: str = ""
+    batch_digest: str = ""
     seconds: float = 0.0
 
     @classmethod
@@ -104,6 +110,10 @@ class TrainReport:
             return cls(**{name: result[name] for name in cls.__dataclass_fields__ if name in result})
         except TypeError as error:
             raise LedgerBroken(f"the trainer's result lacks a field the ledger needs ({error})") from None
+
+    @property
+    def implied_before(self) -> int:
+        return self.version_after - (self.status == TRAINED)
 
 
 @dataclass(frozen=True)
@@ -136,10 +146,12 @@ class PushReport:
 
 @dataclass(frozen=True)
 class StepLedger:
-    """The books of one step. `phases_s` are wall seconds of the step's tasks, in the order they ran."""
+    """The books of one step. `phases_s` are wall seconds of the step's tasks, in the order they ran; `version_before`
+    counts the optimizer steps in the weights that the step trained."""
 
     run: str
     step: int
+    version_before: int
     attempts: tuple[AttemptRow, ...]
     train: TrainReport
     push: PushReport | None
@@ -155,6 +167,7 @@ class StepLedger:
             "schema_version": LEDGER_SCHEMA,
             "run": self.run,
             "step": self.step,
+            "version_before": self.version_before,
             "attempts": [_row_to_wire(row) for row in self.attempts],
             "train": asdict(self.train),
             "push": None if self.push is None else asdict(self.push),
@@ -166,11 +179,15 @@ class StepLedger:
         """Rebuild; `CorruptObject` naming `key` for an unknown schema, a missing field or an unknown name."""
         if not isinstance(wire, dict) or wire.get("schema_version") != LEDGER_SCHEMA:
             version = wire.get("schema_version") if isinstance(wire, dict) else type(wire).__name__
-            raise CorruptObject(key, f"ledger schema {version!r}, this rl360 reads {LEDGER_SCHEMA}")
+            raise CorruptObject(
+                key,
+                f"ledger schema {version!r}, this rl360 reads {LEDGER_SCHEMA}; read it with the rl360 that wrote it",
+            )
         try:
             return cls(
                 run=wire["run"],
                 step=int(wire["step"]),
+                version_before=int(wire["version_before"]),
                 attempts=tuple(_row_from_wire(row) for row in wire["attempts"]),
                 train=TrainReport(**wire["train"]),
                 push=None if wire["push"] is None else PushReport(**wire["push"]),
@@ -189,12 +206,16 @@ def build_step_ledger(
     train: Mapping[str, Any],
     push: Mapping[str, Any] | None,
     phases_s: Mapping[str, float],
+    version_before: int | None = None,
+    batch_digest: str | None = None,
     trained_before: Collection[str] = frozenset(),
 ) -> StepLedger:
     """Join the step's records into its ledger and check that the books balance.
 
     attempts: every record of the step, every try of it. decisions: the filter's, one per attempt.
     train: the trainer's result. push: the push record, None when nothing was pushed.
+    version_before: optimizer steps applied before this one; None: as the trainer's result has it.
+    batch_digest: sha256 of the batch that holds the decisions; a result of another batch, step or run is refused.
     trained_before: attempt ids that earlier steps of the run trained.
     Raises `LedgerBroken` naming both sides of the first sum that does not hold.
     """
@@ -206,6 +227,10 @@ def build_step_ledger(
             f"step {step}: {len(seen)} attempts were recorded and {len(decisions)} decided, and the two differ"
             f" (e.g. {', '.join(odd) or 'an id twice'}); every attempt needs exactly one decision"
         )
+    asked = {"run": run, "step": step, "batch_digest": batch_digest} if batch_digest is not None else {}
+    other = [f"{name} {train.get(name)!r}, not {value!r}" for name, value in asked.items() if train.get(name) != value]
+    if other:
+        raise LedgerBroken(f"step {step}: the trainer's result is of {'; '.join(other)}: it trained something else")
     reported = TrainReport.from_result(train)
     if reported.status == REFUSED:
         by_id = {attempt_id: _refused(decision) for attempt_id, decision in by_id.items()}
@@ -213,6 +238,7 @@ def build_step_ledger(
     ledger = StepLedger(
         run=run,
         step=step,
+        version_before=reported.implied_before if version_before is None else version_before,
         attempts=tuple(sorted(rows, key=lambda row: row.attempt_id)),
         train=reported,
         push=None if push is None else PushReport.from_record(push),
@@ -280,8 +306,18 @@ def _row(record: AttemptRecord, decision: Decision) -> AttemptRow:
         truncated=record.outcome is Outcome.TRUNCATED or any(leaf.truncated for leaf in leaves),
         turns=sum(leaf.turns for leaf in leaves),
         seconds=max(record.finished_at - record.started_at, sum(record.phases_s.values())),
+        versions=tuple(dict.fromkeys(version for leaf in leaves for version in leaf.versions)),
+        trained_versions=_trained_versions(leaves, decision),
         phases_s=dict(record.phases_s),
     )
+
+
+def _trained_versions(leaves: Sequence[LeafCounts], decision: Decision) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for leaf, bucket in zip(leaves, decision.leaves, strict=True):
+        if bucket is Bucket.TRAINED and leaf.versions:
+            found[min(leaf.versions, key=version_number)] += leaf.trainable
+    return dict(found)
 
 
 def _context_tokens(leaves: Sequence[LeafCounts]) -> dict[Bucket, int]:
@@ -304,6 +340,7 @@ def _row_from_wire(wire: Mapping[str, Any]) -> AttemptRow:
     fields["outcome"] = Outcome(fields["outcome"])
     fields["bucket"] = Bucket(fields["bucket"])
     fields["leaves"] = tuple(Bucket(leaf) for leaf in fields["leaves"])
+    fields["versions"] = tuple(fields["versions"])
     fields["tokens"] = {Bucket(name): int(count) for name, count in fields["tokens"].items()}
     fields["context"] = {Bucket(name): int(count) for name, count in fields["context"].items()}
     if NOT_SAMPLED & fields["tokens"].keys():

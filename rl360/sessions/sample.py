@@ -23,7 +23,7 @@ from rl360.sessions.routing import RowForward
 from rl360.store.codec import pack
 
 SAMPLE_SCHEMA = 2
-ATTEMPT_SCHEMA = 2
+ATTEMPT_SCHEMA = 3
 _ALIGN = 16  # arrays start at multiples of this in the object
 
 
@@ -401,7 +401,7 @@ class AttemptRecord:
 
     `verdict` is present exactly when `outcome` is passed, failed or truncated. `stored` refers to the merged samples;
     None when there are none: `unmerged_tokens` is then what the session server said it had sampled, 0 when it could not
-    say. `phases_s` are seconds by phase.
+    say. `phases_s` are seconds by phase. `cleanup_evidence` is how its processes were seen to be gone, or what is not.
     """
 
     attempt_id: str
@@ -420,6 +420,7 @@ class AttemptRecord:
     phases_s: dict[str, float] = field(default_factory=dict)
     agent_metrics: dict[str, float] = field(default_factory=dict)
     cleanup_confirmed: bool = False
+    cleanup_evidence: str = ""
     unmerged_tokens: int = 0
 
     @property
@@ -477,7 +478,7 @@ class AttemptRecord:
 
 _ATTEMPT_FIELDS = tuple(AttemptRecord.__dataclass_fields__)
 _ATTEMPT_KINDS: dict[tuple[str, ...], type] = {
-    ("attempt_id", "group_id", "task_id", "exit_status", "session_id", "domain", "detail"): str,
+    ("attempt_id", "group_id", "task_id", "exit_status", "session_id", "domain", "detail", "cleanup_evidence"): str,
     ("try_index", "unmerged_tokens"): int,
     ("phases_s", "agent_metrics"): dict,
     ("cleanup_confirmed",): bool,

@@ -69,6 +69,10 @@ def test_failures_beside_the_rest_change_only_the_infra_rate(
     ids = {record.attempt_id for record in valid}
     assert tuple(row for row in crowded.attempts if row.attempt_id in ids) == alone.attempts
     before, after = metrics.reward_metrics(alone), metrics.reward_metrics(crowded)
-    assert {**before, "infra_rate": None} == {**after, "infra_rate": None}
+    rates = {"infra_rate": None, "infra_rate_by_domain": None}
+    assert {**before, **rates} == {**after, **rates}
     assert after["infra_rate"] == len(lost) / (len(valid) + len(lost))
-    assert metrics.truncation_share(alone) == metrics.truncation_share(crowded)
+    for figure in (metrics.truncation_share, metrics.zero_disagreement, metrics.staleness):
+        assert figure(alone) == figure(crowded)
+    wider = metrics.pass_at_k(crowded)  # larger groups: larger k, which no group has the verdicts for
+    assert {k: found for k, found in wider.items() if found["groups"]} == metrics.pass_at_k(alone)

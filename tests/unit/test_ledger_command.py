@@ -41,9 +41,9 @@ def test_checks_are_one_line_for_a_run_and_one_each_for_a_step() -> None:
     out = io.StringIO()
     console = Console(file=out, width=200, color_system=None, highlight=False)
     print_checks(console, check_run(LEDGERS), in_full=False)
-    assert out.getvalue().strip() == "30 of 30 sums hold over 3 steps"
+    assert out.getvalue().strip() == "44 of 44 sums hold over 3 steps"
     print_checks(console, {1: check_run(LEDGERS)[1]}, in_full=True)
-    assert out.getvalue().count("holds ") == 10
+    assert out.getvalue().count("holds ") == 15
 
 
 def test_a_ledger_that_is_not_what_its_step_committed_is_refused() -> None:
@@ -62,6 +62,18 @@ def test_a_sample_trained_in_two_steps_is_seen() -> None:
     first = LEDGERS[0]
     again = replace(LEDGERS[1], attempts=first.attempts, train=first.train)
     broken = [check for check in check_run([first, again])[1] if not check.holds]
-    assert [check.name for check in broken] == ["attempts of this step", "trained once"]
+    assert [check.name for check in broken] == [
+        "attempts of this step",
+        "one version on",
+        "trained once",
+    ]
     assert broken[0].left == len(first.attempts)
-    assert broken[1].left == len(first.trained_ids)
+    assert broken[2].left == len(first.trained_ids)
+
+
+def test_steps_whose_weights_do_not_follow_one_another_are_seen() -> None:
+    first, second = LEDGERS[0], LEDGERS[1]
+    skipped = replace(second, version_before=3, train=replace(second.train, version_after=4))
+    broken = [check for check in check_run([first, skipped])[1] if not check.holds]
+    assert [check.line() for check in broken] == ["version before 3 != version left 1"]
+    assert all(check.holds for check in check_run([first, LEDGERS[2]])[2]), "a step between them has no ledger yet"

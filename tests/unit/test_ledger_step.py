@@ -9,7 +9,7 @@ import pytest
 
 from rl360.config.run import ObjectiveConfig
 from rl360.errors import CorruptObject
-from rl360.ledger.checks import LedgerBroken, check_ledger
+from rl360.ledger.checks import TRAIN_FIGURES, LedgerBroken, check_ledger
 from rl360.ledger.outcomes import DROPPED, Bucket, Outcome
 from rl360.ledger.step import StepLedger, build_step_ledger
 from rl360.objective.filters import filter_groups
@@ -174,7 +174,7 @@ def test_faults_that_cancel_in_the_sum_are_found() -> None:
 
 
 def test_a_batch_the_trainer_refused_is_booked_as_nonfinite() -> None:
-    refused = {"status": "nonfinite", "loss": None, "grad_norm": None, "version_after": 0}
+    refused = {"status": "nonfinite", **dict.fromkeys(TRAIN_FIGURES), "version_after": 0}
     ledger = build(train={**refused, "trained_samples": 0, "trained_tokens": 0, "loss_weight_sum": 0.0})
     assert ledger.trained_ids == []
     assert ledger.attempts[0].tokens == {Bucket.NONFINITE: 6}
@@ -189,7 +189,7 @@ def test_what_a_session_dropped_is_booked_where_it_said() -> None:
     attempts = [attempt(0, 0, 1.0, dropped=dropped), attempt(0, 1, 0.0)]
     ledger = ledger_of(attempts)
     assert ledger.attempts[0].tokens == {Bucket.TRAINED: 6, **dropped}
-    lost = {"trained_samples": 0, "trained_tokens": 0, "loss_weight_sum": 0.0, "loss": None, "grad_norm": None}
+    lost = {"trained_samples": 0, "trained_tokens": 0, "loss_weight_sum": 0.0, **dict.fromkeys(TRAIN_FIGURES)}
     refused = ledger_of(attempts, status="nonfinite", version_after=0, **lost).attempts[0]
     assert refused.tokens == {**dropped, Bucket.NONFINITE: 6 + dropped["nonfinite"]}
     assert refused.sampled_tokens == sum(refused.tokens.values())
@@ -222,7 +222,7 @@ def test_tokens_of_a_session_that_was_not_merged_are_in_the_books() -> None:
 
 def test_malformed_objects_are_refused_by_key() -> None:
     wire = build().to_wire()
-    with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 3"):
+    with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 4; read it with"):
         StepLedger.from_wire({**wire, "schema_version": 9}, "some/key")
     with pytest.raises(CorruptObject, match=r"some/key: is not a ledger \(KeyError: 'train'\)"):
         StepLedger.from_wire({name: value for name, value in wire.items() if name != "train"}, "some/key")

@@ -80,7 +80,9 @@ def finished_step() -> MemoryStore:
         commit(store, step_work.wave_task(wave), step_work.Produced([table]))
     commit(store, "collect", step_work.collect(s3, CONFIG, 0, KEY))
     # the samples of `attempt` are of version run:0
-    commit(store, "filter_groups", step_work.filter_groups(s3, CONFIG, 0, "run:0"))
+    filtered = step_work.filter_groups(s3, CONFIG, 0, "run:0")
+    commit(store, "filter_groups", filtered)
+    TRAIN["batch_digest"] = filtered.objects[0].sha256  # the same each time
     trained = put_object(s3, step_key("demo", 0, "train.json"), orjson.dumps(TRAIN))
     commit(store, "train", step_work.Produced([trained], info=TRAIN))
     info = {name: value for name, value in PUSH.items() if name != "engines"}

@@ -362,7 +362,7 @@ def test_a_verdict_exactly_where_the_outcome_has_one(outcome: Outcome) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda w: w.update(schema_version=1), "schema version 1, this rl360 reads 2"),
+        (lambda w: w.update(schema_version=1), "schema version 1, this rl360 reads 3"),
         (lambda w: w.update(outcome="great"), "bad outcome .'great'"),
         (
             lambda w: w["verdict"].update(reward=float("nan")),

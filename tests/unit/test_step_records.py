@@ -201,7 +201,7 @@ def test_a_table_that_is_not_the_plan_is_refused(
         ({"schema_version": 1, "attempts": []}, "table schema 1, this rl360 reads 3"),
         ({"schema_version": 3}, "has no list of attempts"),
         ([], "table schema 'list'"),
-        ({"schema_version": 3, "attempts": [{"schema_version": 1}]}, "attempt schema version 1, this rl360 reads 2"),
+        ({"schema_version": 3, "attempts": [{"schema_version": 1}]}, "attempt schema version 1, this rl360 reads 3"),
     ],
 )
 def test_what_is_no_table_is_refused_by_name(wire: Any, match: str) -> None:
