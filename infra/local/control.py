@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.local import checks, cleanup, proc
-from infra.local.plan import REPO_ROOT, UpOptions, addresses, base_env, build_specs
+from infra.local.plan import REPO_ROOT, UpOptions, addresses, base_env, build_specs, judge_key
 from infra.local.state import GOOD, Status, SupervisorState, read_state, write_atomic
 from infra.local.supervisor import OPTIONS_FILE
 from rl360.config.services import Secrets, load_services
@@ -89,7 +89,7 @@ def start(options: UpOptions, say: Say) -> SupervisorState:
     write_atomic(home / "services.json", services.model_dump_json(indent=1).encode())
     write_atomic(home / OPTIONS_FILE, options.model_dump_json(indent=1).encode())
     (home / "state.json").unlink(missing_ok=True)
-    env = base_env(options, instance) | {proc.SERVICE_ENV: cleanup.SUPERVISOR}
+    env = base_env(options, instance) | judge_key(options) | {proc.SERVICE_ENV: cleanup.SUPERVISOR}
     with (home / "logs" / "supervisor.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "infra.local.supervisor", str(home)],

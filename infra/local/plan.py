@@ -54,6 +54,8 @@ class UpOptions(BaseModel):
     sessions: int = Field(1, ge=1, le=64)
     matchers: tuple[str, ...] = ()
     routed_experts: bool = False
+    judge_url: str = ""
+    judge_key_env: str = ""
     trainer_ranks: int = Field(1, ge=1, le=64)
     ports: dict[str, int] = Field(default_factory=lambda: dict(DEFAULT_PORTS))
     only: tuple[str, ...] = ()
@@ -131,6 +133,7 @@ def binary(name: str) -> str | None:
 def base_env(options: UpOptions, instance: str) -> dict[str, str]:
     """What every service starts with: a few names of the caller's, threads that fit two cores, no telemetry."""
     kept = {name: value for name, value in os.environ.items() if name in KEPT_ENV or name.startswith(KEPT_ENV_PREFIXES)}
+    kept.pop(options.judge_key_env, None)  # for the sandbox server alone
     home = Path(options.home)
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     return kept | {
@@ -339,11 +342,22 @@ def _sessions(options: UpOptions) -> list[Spec]:
     return specs
 
 
+def judge_key(options: UpOptions) -> dict[str, str]:
+    """The variable with the judge's key, as it is set here: for the sandbox server and who starts it again."""
+    name = options.judge_key_env
+    if name and not os.environ.get(name):
+        raise BadInput(f"--judge-key-env {name}: not set; export it first, or leave the option out")
+    return {name: os.environ[name]} if name else {}
+
+
 def _sandbox(options: UpOptions) -> Spec:
     port = options.ports["sandbox"]
+    judge = {"--judge-url": options.judge_url, "--judge-key-env": options.judge_key_env}
+    given = [part for flag, value in judge.items() if value for part in (flag, value)]
     return Spec(
         name="sandbox-0",
-        argv=(sys.executable, "-m", "rl360.harbor.server", *_http(port)),
+        argv=(sys.executable, "-m", "rl360.harbor.server", *_http(port), *given),
+        env=judge_key(options),
         port=port,
         ports=(port,),
         probe=Probe("http", f"http://{LOOPBACK}:{port}/health"),

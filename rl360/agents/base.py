@@ -38,7 +38,8 @@ class AgentMetrics:
 
 @dataclass(frozen=True)
 class AgentContext:
-    """Everything an agent may use. `deadline`: event-loop clock; `exec(command, timeout_s)` runs in the sandbox."""
+    """Everything an agent may use. `deadline`: event-loop clock; `exec(command, timeout_s)` runs in the sandbox. What
+    is appended to `transcript` (chat messages) is what a judge of the task is shown of the conversation."""
 
     instruction: str
     base_url: str
@@ -49,6 +50,7 @@ class AgentContext:
     exec: Callable[[str, float], Awaitable[ExecResult]]
     http: httpx.AsyncClient
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
+    transcript: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,8 @@ LENGTH_CODES = frozenset({"length", "cut_turn", "over_budget"})
 
 async def run(context: AgentContext) -> AgentEnd:
     """Carry one attempt to its end."""
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": context.instruction},
-    ]
+    messages = context.transcript
+    messages += [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": context.instruction}]
     while True:
         choice = await _sample(context, messages)
         if choice is None:

@@ -27,7 +27,7 @@ from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
 from rl360.harbor.outcome import RETRYABLE
-from rl360.harbor.protocol import RunReply, RunRequest, SandboxLimits
+from rl360.harbor.protocol import JudgeOrder, RunReply, RunRequest, SandboxLimits
 from rl360.harbor.verdict import receipt_problem, run_key
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.sessions.sample import AttemptRecord, SampleRef
@@ -82,6 +82,8 @@ class RolloutClient:
         self._verdict_key = run_key(services.secrets().token, config.run)
         scored = {Outcome.AGENT_TIMEOUT} if config.rollout.unverified_timeout == "score_zero" else set()
         self._counted = HAS_VERDICT | scored  # outcomes that enter a baseline
+        judge = config.judge.model_dump() | {"timeout_s": config.deadlines.judge_s}
+        self._judge = JudgeOrder(**judge) if config.judge.model else None
         headers = services.auth_headers()
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
@@ -211,6 +213,7 @@ class RolloutClient:
             setup_timeout_s=deadlines.setup_s,
             agent_timeout_s=deadlines.agent_s,
             verifier_timeout_s=deadlines.verifier_s,
+            judge=self._judge,
             deadline_s=deadlines.client_s,
         )
         url = f"{spread(self.services.sandbox_urls, attempt_id)}/run"

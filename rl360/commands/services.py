@@ -61,6 +61,8 @@ def up(
     routed_experts: Annotated[
         bool, typer.Option("--routed-experts", help="Engines return, sessions keep, the experts a token was routed to.")
     ] = False,
+    judge_url: Annotated[str, typer.Option(help="LLM judge of tasks that want one, e.g. https://HOST/v1.")] = "",
+    judge_key_env: Annotated[str, typer.Option(metavar="NAME", help="Environment variable with its API key.")] = "",
     trainer_ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 1,
     home: HomeOption = None,
     port_base: Annotated[int | None, typer.Option(help="Put all ports in a block from here.")] = None,
@@ -85,6 +87,8 @@ def up(
         sessions=sessions,
         matchers=tuple(matcher or ()),
         routed_experts=routed_experts,
+        judge_url=judge_url,
+        judge_key_env=judge_key_env,
         trainer_ranks=trainer_ranks,
         ports=port_table(port_base, _port_choices(ports or [])),
         only=tuple(part for part in only.split(",") if part),

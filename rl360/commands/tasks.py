@@ -13,6 +13,7 @@ import orjson
 import typer
 
 from rl360.config.services import home_dir
+from rl360.errors import BadInput
 
 
 def register(app: typer.Typer) -> None:
@@ -25,21 +26,28 @@ def register(app: typer.Typer) -> None:
 def check(
     directory: Annotated[Path, typer.Argument(help="a task directory, or a folder of them")],
     concurrency: Annotated[int, typer.Option(min=1, max=512, help="tasks checked at once")] = os.cpu_count() or 2,
+    judge_url: Annotated[str, typer.Option(help="LLM judge of tasks that want one, e.g. https://HOST/v1")] = "",
+    judge_model: Annotated[str, typer.Option(help="model that the judge is asked for")] = "",
+    judge_key_env: Annotated[str, typer.Option(metavar="NAME", help="environment variable with its API key")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
 ) -> None:
     """Run the oracle and nothing at all on every task; exit 1 when any is broken or does not discriminate."""
     from rl360.harbor.check import check_tasks, task_dirs
+    from rl360.harbor.judge import Judge
     from rl360.harbor.server import raise_open_files
     from rl360.sandboxes.bubblewrap import BubblewrapProvider
 
+    if bool(judge_url) != bool(judge_model):
+        raise BadInput("--judge-url and --judge-model belong together; give both")
     directories = task_dirs(directory)
+    judge = Judge.at(judge_url, judge_key_env, concurrency) if judge_url else None
     raise_open_files()
     provider = BubblewrapProvider(home_dir() / "sandboxes" / "check")
     started = time.monotonic()
 
     async def sweep() -> list:
         await provider.reap()
-        return await check_tasks(provider, directories, concurrency)
+        return await check_tasks(provider, directories, concurrency, judge, judge_model)
 
     try:
         results = asyncio.run(sweep())

@@ -94,7 +94,7 @@ class SandboxConfig(_Section):
 
 
 class JudgeConfig(_Section):
-    """How the LLM judge of judged tasks is asked (docs/judges.md). The sandbox server knows where it is, and its key."""
+    """How the LLM of judged tasks is asked (docs/judges.md). The sandbox server knows where it is, and its key."""
 
     model: str = Field("", max_length=200, description="name of the judge's model; empty: judged tasks are refused")
     temperature: float | None = Field(0.0, ge=0, le=2, description="null: not sent")
@@ -412,6 +412,16 @@ class RunConfig(_Section):
     def steps_before(self) -> int:
         """Steps taken before step 0, by the runs that this one was forked from."""
         return self.parent.steps_before if self.parent else 0
+    @model_validator(mode="after")
+    def _judge_fits(self) -> RunConfig:
+        model, call_s, judge_s = self.judge.model, self.judge.call_s, self.deadlines.judge_s
+        if bool(model) != bool(judge_s):
+            have, lack = ("judge.model", "deadlines.judge_s") if model else ("deadlines.judge_s", "judge.model")
+            raise ValueError(f"{have} is set and {lack} is not; set both (and client_s to cover the sum) or neither")
+        if model and call_s > judge_s:
+            raise ValueError(f"judge.call_s {call_s:g} is more than deadlines.judge_s {judge_s:g}; lower it")
+        return self
+
 
     @property
     def updates_before(self) -> int:

@@ -12,14 +12,16 @@ import httpx
 
 from rl360.agents.base import Agent, AgentContext, AgentEnd
 from rl360.errors import BadInput
+from rl360.harbor.judge import Judge
 from rl360.harbor.outcome import PASS_REWARD, ExitStatus
-from rl360.harbor.protocol import RunReply, RunRequest
+from rl360.harbor.protocol import JudgeOrder, RunReply, RunRequest
 from rl360.harbor.runner import SLACK_S, Attempt, Runner, prepare
 from rl360.harbor.task import Task, load_task, tree_digest
 from rl360.sandboxes.provider import SandboxProvider
 
 MAX_AGENT_S = 600.0
 MAX_VERIFIER_S = 600.0
+MAX_JUDGE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -62,20 +64,30 @@ def task_dirs(root: Path) -> list[Path]:
     return found
 
 
-async def check_tasks(provider: SandboxProvider, directories: list[Path], concurrency: int) -> list[TaskCheck]:
-    """Check each directory, `concurrency` tasks at once; the order of the results is that of `directories`."""
+async def check_tasks(
+    provider: SandboxProvider,
+    directories: list[Path],
+    concurrency: int,
+    judge: Judge | None = None,
+    judge_model: str = "",
+) -> list[TaskCheck]:
+    """Check each directory, `concurrency` tasks at once; the order of the results is that of `directories`. `judge` and
+    the model it is asked for are for tasks that an LLM judges."""
     slots = asyncio.Semaphore(concurrency)
+    order = None
+    if judge is not None:
+        order = JudgeOrder(model=judge_model, timeout_s=MAX_JUDGE_S, call_s=MAX_JUDGE_S, retries=3)
     async with httpx.AsyncClient(trust_env=False) as http:
-        runner = Runner(provider, http, secrets.token_urlsafe())  # its verdicts are shown to a person, never kept
+        runner = Runner(provider, http, secrets.token_urlsafe(), judge)  # its verdicts are shown, never kept
 
         async def one(directory: Path) -> TaskCheck:
             async with slots:
-                return await check_task(runner, directory)
+                return await check_task(runner, directory, order)
 
         return list(await asyncio.gather(*(one(path) for path in directories)))
 
 
-async def check_task(runner: Runner, directory: Path) -> TaskCheck:
+async def check_task(runner: Runner, directory: Path, judge: JudgeOrder | None = None) -> TaskCheck:
     """Oracle and nop, one after the other, each in fresh sandboxes."""
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -83,15 +95,15 @@ async def check_task(runner: Runner, directory: Path) -> TaskCheck:
         task = await asyncio.to_thread(load_task, directory)
         if task.solution_dir is None:
             raise BadInput(f"{directory}: no solution/solve.sh, so nothing shows that it can be solved")
-        oracle = await _run(runner, task, "oracle")
-        nop = await _run(runner, task, "nop")
+        oracle = await _run(runner, task, "oracle", judge)
+        nop = await _run(runner, task, "nop", judge)
     except BadInput as error:
         return TaskCheck(directory.name, str(directory), None, None, str(error), loop.time() - started)
     problem = problem_of(oracle, nop)
     return TaskCheck(task.id, str(directory), oracle.reward, nop.reward, problem, loop.time() - started)
 
 
-async def _run(runner: Runner, task: Task, agent: str) -> RunReply:
+async def _run(runner: Runner, task: Task, agent: str, judge: JudgeOrder | None) -> RunReply:
     agent_s = min(MAX_AGENT_S, task.config.agent.timeout_sec)
     verifier_s = min(MAX_VERIFIER_S, task.config.verifier.timeout_sec)
     request = RunRequest(
@@ -104,9 +116,10 @@ async def _run(runner: Runner, task: Task, agent: str) -> RunReply:
         agent_timeout_s=agent_s,
         verifier_timeout_s=verifier_s,
         queue_timeout_s=1.0,
-        deadline_s=agent_s + verifier_s + 21.0 + SLACK_S,
+        judge=judge,
+        deadline_s=agent_s + verifier_s + (0.0 if judge is None else judge.timeout_s) + 21.0 + SLACK_S,
     )
-    prepared = await asyncio.to_thread(prepare, request, runner.provider, AGENTS)
+    prepared = await asyncio.to_thread(prepare, request, runner.provider, AGENTS, runner.judge)
     if agent == "oracle" and task.solution_dir is not None:
         digest = await asyncio.to_thread(tree_digest, task.solution_dir)
         solution = await runner.provider.publish(task.solution_dir, digest)
@@ -118,7 +131,7 @@ def problem_of(oracle: RunReply, nop: RunReply) -> str | None:
     """Why the task cannot be trusted; None when it can."""
     if oracle.verdict is None:
         return f"broken: the oracle got no verdict ({oracle.outcome}: {oracle.detail})"
-    if oracle.verdict.reward < PASS_REWARD:
+    if oracle.verdict.reward < PASS_REWARD and oracle.verdict.judge is None:  # a judge may give its best to nobody
         said = oracle.detail or str(oracle.eval_report.get("verifier_log", ""))
         return f"broken: the oracle got {oracle.verdict.reward:g} ({said[-200:]})"
     if nop.verdict is None:

@@ -58,17 +58,21 @@ RETRYABLE = frozenset(
         Outcome.GENERATION_ERROR,
         Outcome.NO_ENGINE,
         Outcome.ABORTED,
+        Outcome.JUDGE_ERROR,
     }
 )
 
 
 def outcome_of(exit_status: str, verdict: Verdict | None, problem: Outcome | None) -> Outcome:
-    """A verdict wins over a status. Without one: the agent's own end when it names infrastructure, else the
-    verifier's problem; a status nobody knows is `unclassified`."""
+    """A verdict wins over a status. Without one: a judge that failed, before the agent's own end when it names
+    infrastructure (no run may score a timeout that the judge lost), then the verifier's problem; a status nobody knows
+    is `unclassified`."""
     if verdict is not None:
         if exit_status == ExitStatus.LENGTH_LIMIT:
             return Outcome.TRUNCATED
         return Outcome.PASSED if verdict.reward >= PASS_REWARD else Outcome.FAILED
+    if exit_status in VERIFIED_AFTER and problem is Outcome.JUDGE_ERROR:
+        return problem
     if exit_status in WITHOUT_VERDICT:
         return WITHOUT_VERDICT[exit_status]
     if exit_status in VERIFIED_AFTER and problem is not None:

@@ -23,6 +23,20 @@ class SandboxLimits(BaseModel):
     output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
 
 
+class JudgeOrder(BaseModel):
+    """How a judged task's judge is asked: the run's choice. Where it is, and its key, only the sandbox server knows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = Field(min_length=1, max_length=200)
+    temperature: float | None = Field(0.0, ge=0)
+    max_tokens: int = Field(1024, ge=1)
+    response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
+    timeout_s: float = Field(gt=0, description="all calls of an attempt, their pauses and waiting for room")
+    call_s: float = Field(gt=0, description="one call")
+    retries: int = Field(ge=0, le=20)
+
+
 class RunRequest(BaseModel):
     """One attempt to run: a task, a session to sample from, budgets."""
 
@@ -45,6 +59,7 @@ class RunRequest(BaseModel):
     setup_timeout_s: float = Field(20.0, gt=0)
     agent_timeout_s: float = Field(60.0, gt=0)
     verifier_timeout_s: float = Field(20.0, gt=0)
+    judge: JudgeOrder | None = None
     deadline_s: float = Field(180.0, gt=0, description="the caller waits this long; must cover the parts")
 
 
@@ -57,6 +72,7 @@ class Phases(BaseModel):
     setup: float = 0.0
     agent: float = 0.0
     verify: float = 0.0
+    judge: float = 0.0
     teardown: float = 0.0
 
 
@@ -79,7 +95,7 @@ class RunReply(BaseModel):
     exit_status: str
     reward: float | None = None
     verdict: Verdict | None = None
-    failure_phase: Literal["queue", "setup", "agent", "verify", "teardown"] | None = None
+    failure_phase: Literal["queue", "setup", "agent", "verify", "judge", "teardown"] | None = None
     retryable: bool = False
     agent_metrics: dict[str, float] = Field(default_factory=dict)
     phases: Phases = Phases()

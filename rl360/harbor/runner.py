@@ -11,18 +11,19 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 import httpx
 
 from rl360.agents.base import Agent, AgentContext, AgentFailure, AgentMetrics
 from rl360.errors import BadInput
+from rl360.harbor.judge import Judge, JudgeSpent
 from rl360.harbor.outcome import RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_of
 from rl360.harbor.protocol import Cleanup, Phases, RunReply, RunRequest, SandboxLimits
 from rl360.harbor.task import Task, load_task
 from rl360.harbor.verdict import Verdict, run_key
-from rl360.harbor.verifier import Verification, VerifyOrder, verify
+from rl360.harbor.verifier import Bench, Verification, VerifyOrder, verify
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.sandboxes.provider import (
     ExecResult,
@@ -38,7 +39,7 @@ from rl360.sandboxes.provider import (
 )
 from rl360.sandboxes.workspace import tree_bytes
 
-PhaseName = Literal["queue", "setup", "agent", "verify", "teardown"]
+PhaseName = Literal["queue", "setup", "agent", "verify", "judge", "teardown"]
 SLACK_S = 15.0  # the verifier's sandbox start (at most VERIFIER_START_S) and stopping both sandboxes
 VERIFIER_START_S = 10.0
 STOP_DEADLINE_S = 10.0
@@ -66,6 +67,8 @@ class Attempt:
     closing: bool = False
     left_behind: str | None = None
     verifier_log: str = ""
+    transcript: list[dict[str, Any]] = field(default_factory=list)
+    judging: JudgeSpent = field(default_factory=JudgeSpent)
 
     @contextlib.contextmanager
     def timed(self, phase: PhaseName) -> Iterator[None]:
@@ -86,7 +89,8 @@ class Attempt:
             unproven.append(self.left_behind)
         proven = "; ".join(proof.evidence for proof in self.stops) or "no sandbox was started"
         phases = Phases(**{name: round(seconds, 6) for name, seconds in self.phases.items()})
-        times = {"agent_run_time": phases.agent, "eval_time": phases.verify, "total_time": sum(self.phases.values())}
+        times = {"agent_run_time": phases.agent, "eval_time": phases.verify + phases.judge}
+        times["total_time"] = sum(self.phases.values())
         return RunReply(
             trial_id=self.trial_id,
             outcome=outcome,
@@ -95,7 +99,7 @@ class Attempt:
             verdict=self.verdict,
             failure_phase=None if has_verdict else self.failure_phase,
             retryable=outcome in RETRYABLE,
-            agent_metrics={**self.metrics.as_dict(), **times},
+            agent_metrics={**self.metrics.as_dict(), **times, **self.judging.as_metrics()},
             phases=phases,
             cleanup=Cleanup(confirmed=not unproven, evidence="; ".join(unproven) or proven),
             eval_report={"verifier_log": self.verifier_log} if self.verifier_log else {},
@@ -116,18 +120,21 @@ class Prepared:
     read_only: Mapping[str, Path] = field(default_factory=dict)
 
 
-def prepare(request: RunRequest, provider: SandboxProvider, agents: Mapping[str, Agent]) -> Prepared:
+def prepare(
+    request: RunRequest, provider: SandboxProvider, agents: Mapping[str, Agent], judge: Judge | None = None
+) -> Prepared:
     """Check everything that can be checked without running. Raises `BadInput`."""
     parts = {
         "queue_timeout_s": request.queue_timeout_s,
         "setup_timeout_s": request.setup_timeout_s,
         "agent_timeout_s": request.agent_timeout_s,
         "verifier_timeout_s": request.verifier_timeout_s,
+        "judge.timeout_s": 0.0 if request.judge is None else request.judge.timeout_s,
         "slack": SLACK_S,
     }
     total = sum(parts.values())
     if request.deadline_s < total:
-        summed = " + ".join(f"{name} {value:g}" for name, value in parts.items())
+        summed = " + ".join(f"{name} {value:g}" for name, value in parts.items() if value)
         raise BadInput(f"deadline_s {request.deadline_s:g} < {summed} = {total:g}; raise it or lower a part")
     if request.agent_name not in agents:
         raise BadInput(f"agent_name {request.agent_name!r} is not one of {', '.join(sorted(agents))}")
@@ -139,6 +146,10 @@ def prepare(request: RunRequest, provider: SandboxProvider, agents: Mapping[str,
     refusal = provider.refusal(needs)
     if refusal is not None:
         raise BadInput(f"{task.path}: {refusal}")
+    if task.judge is not None and request.judge is None:
+        raise BadInput(f"{task.path}: is judged by an LLM; set judge.model and deadlines.judge_s in the run's config")
+    if task.judge is not None and judge is None:
+        raise BadInput(f"{task.path}: is judged by an LLM; start this sandbox server with --judge-url")
     lowered = {
         "memory_mb": min(request.limits.memory_mb, environment.memory_mb),
         "cpus": min(request.limits.cpus, environment.cpus),
@@ -156,9 +167,12 @@ def prepare(request: RunRequest, provider: SandboxProvider, agents: Mapping[str,
 class Runner:
     """Runs prepared attempts on one provider. `token`: the deployment's, from which each run's verdict key follows."""
 
-    def __init__(self, provider: SandboxProvider, http: httpx.AsyncClient, token: str) -> None:
+    def __init__(
+        self, provider: SandboxProvider, http: httpx.AsyncClient, token: str, judge: Judge | None = None
+    ) -> None:
         self.provider = provider
         self.http = http
+        self.judge = judge
         self._token = token
 
     async def run(self, prepared: Prepared, attempt: Attempt) -> RunReply:
@@ -234,6 +248,7 @@ class Runner:
             exec=execute,
             http=self.http,
             metrics=attempt.metrics,
+            transcript=attempt.transcript,
         )
         clock = asyncio.timeout_at(context.deadline)
         try:
@@ -271,16 +286,19 @@ class Runner:
             limits=prepared.limits,
             timeout_s=prepared.verifier_timeout_s,
             start_timeout_s=VERIFIER_START_S,
+            timed=attempt.timed,
             key=run_key(self._token, request.run),
+            bench=Bench(self.judge, self.http, request.judge, attempt.transcript, attempt.judging)
+            if self.judge is not None and request.judge is not None
+            else None,
         )
-        with attempt.timed("verify"):
-            try:
-                result = await verify(self.provider, order, attempt.stops)
-            except OSError as error:  # the host's disk or descriptors: the verifier did not speak
-                result = Verification(None, Outcome.VERIFIER_ERROR, f"host: {error}")
+        try:
+            result = await verify(self.provider, order, attempt.stops)
+        except OSError as error:  # the host's disk or descriptors: the verifier did not speak
+            result = Verification(None, Outcome.VERIFIER_ERROR, f"host: {error}")
         attempt.verdict, attempt.problem, attempt.verifier_log = result.verdict, result.problem, result.log
         if result.problem is not None:
-            attempt.failure_phase = "verify"
+            attempt.failure_phase = "judge" if result.problem is Outcome.JUDGE_ERROR else "verify"
             attempt.detail = f"{attempt.detail}; {result.log}" if attempt.detail else result.log
 
     async def _clear(self, attempt: Attempt) -> None:

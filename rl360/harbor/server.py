@@ -30,6 +30,7 @@ from rl360.agents import bash_agent
 from rl360.agents.base import Agent, load_agent
 from rl360.config.services import home_dir, service_token
 from rl360.errors import BadInput, Rl360Error
+from rl360.harbor.judge import Judge
 from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
@@ -98,7 +99,7 @@ class Attempts:
         entry = self._open.get(key)
         if entry is None:
             self._require_room()
-            prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents)
+            prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents, self.runner.judge)
             entry = self._open.get(key)
         if entry is None:
             self._require_room()
@@ -191,7 +192,13 @@ def _same(known: RunRequest, request: RunRequest) -> None:
         raise OtherRequest(f"attempt {request.attempt_id} ran with another {', '.join(names)}; use a new attempt_id")
 
 
-def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argparse.Namespace, token: str) -> FastAPI:
+def make_app(
+    provider: SandboxProvider,
+    agents: Mapping[str, Agent],
+    args: argparse.Namespace,
+    token: str,
+    judge: Judge | None = None,
+) -> FastAPI:
     """The HTTP face."""
     incarnation = os.environ.get("RL360_INCARNATION") or uuid4().hex
     identity = {"status": "ok", "service": "sandbox", "incarnation": incarnation, "pid": os.getpid()}
@@ -202,7 +209,7 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
         for line in await provider.reap():
             log.warning("left by an earlier server: %s", line)
         async with httpx.AsyncClient(limits=FEW_IDLE, trust_env=False) as http:
-            attempts = Attempts(Runner(provider, http, token), args.max_concurrent, args.queue_limit)
+            attempts = Attempts(Runner(provider, http, token, judge), args.max_concurrent, args.queue_limit)
             app.state.attempts = attempts
             yield
             await attempts.close()
@@ -219,6 +226,7 @@ def make_app(provider: SandboxProvider, agents: Mapping[str, Agent], args: argpa
             "queue_limit": attempts.queue_limit,
             "outcomes": {str(name): count for name, count in attempts.outcomes.items()},
             "cleanup_unconfirmed": attempts.unconfirmed,
+            "judge": None if judge is None else judge.host,
         }
         return answer(200, {**identity, **counts})
 
@@ -295,8 +303,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--queue-limit", type=int, default=4096, help="attempts that may wait")
     parser.add_argument("--home", type=Path, default=None, help="local state (default: $RL360_HOME, else .rl360)")
     parser.add_argument("--agent", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="add an agent")
+    parser.add_argument("--judge-url", default="", help="of an LLM judge, e.g. https://HOST/v1 (docs/judges.md)")
+    parser.add_argument("--judge-key-env", default="", metavar="NAME", help="environment variable with its API key")
+    parser.add_argument("--judge-concurrency", type=int, default=16, help="judge calls under way at once")
     args = parser.parse_args(argv)
-    for name in ("max_concurrent", "queue_limit"):
+    if args.judge_key_env and not args.judge_url:
+        parser.error("--judge-key-env says nothing without --judge-url")
+    for name in ("max_concurrent", "queue_limit", "judge_concurrency"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     return args
@@ -325,9 +338,10 @@ def main(argv: list[str] | None = None) -> None:
     raise_open_files()
     try:
         token = service_token()
+        judge = Judge.at(args.judge_url, args.judge_key_env, args.judge_concurrency) if args.judge_url else None
         # one root per port: several servers may share a home, and each reaps only its own
         provider = BubblewrapProvider((args.home or home_dir()) / "sandboxes" / str(args.port))
-        app = make_app(provider, agents_of(args.agent), args, token)
+        app = make_app(provider, agents_of(args.agent), args, token, judge)
     except Rl360Error as error:
         raise SystemExit(f"sandbox server: {error}") from None
     uvicorn.run(

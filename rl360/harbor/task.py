@@ -1,7 +1,8 @@
 """Harbor task directories: `load_task(dir)` gives a frozen `Task` or one line naming the path, the value and the fix.
 
 Shape: `task.toml`, `instruction.md`, `environment/` (its files are the initial working directory; the Dockerfile is
-read, not copied), `tests/test.sh`, and `solution/solve.sh` for tasks that have an oracle.
+read, not copied), `tests/test.sh`, `tests/rl360_judge.toml` for tasks that an LLM judges (docs/judges.md; test.sh may
+then be missing), and `solution/solve.sh` for tasks that have an oracle.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import re
 import tomllib
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rl360.errors import BadInput
 
@@ -34,7 +35,9 @@ RESERVED = (
     "/solution",
 )
 MAX_TEXT_BYTES = 1 << 20
-PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "solution")
+JUDGE_FILE = "tests/rl360_judge.toml"
+PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", JUDGE_FILE, "solution")
+T = TypeVar("T", bound="_Table")
 
 
 class _Table(BaseModel):
@@ -113,6 +116,45 @@ class TaskConfig(_Table):
         return value
 
 
+class JudgeTerms(_Table):
+    """What an LLM judges a task by: `tests/rl360_judge.toml`. In tests/, so that `verifier_digest` covers it.
+
+    The judge's score becomes the reward: (score - score_min) / (score_max - score_min), or with a `threshold` 1 at or
+    above it and 0 below. `files`: names, folders or patterns under the working directory; None: whatever differs from
+    `environment/`. `max_bytes` bounds what is shown of the agent's work.
+    """
+
+    mode: Literal["only", "after_script"] = "only"
+    rubric: str = Field(min_length=1, max_length=65_536)
+    score_min: float = Field(0.0, allow_inf_nan=False)
+    score_max: float = Field(1.0, allow_inf_nan=False)
+    threshold: float | None = None
+    transcript: bool = True
+    files: tuple[str, ...] | None = Field(None, max_length=64)
+    max_bytes: int = Field(65_536, ge=1024, le=4 << 20)
+
+    @model_validator(mode="after")
+    def _sense(self) -> JudgeTerms:
+        if not self.score_min < self.score_max or self.score_max - self.score_min == float("inf"):
+            raise ValueError(f"score_min {self.score_min:g} must be below score_max {self.score_max:g}")
+        if self.threshold is not None and not self.score_min < self.threshold <= self.score_max:
+            raise ValueError(f"threshold {self.threshold:g} must be above score_min and at most score_max")
+        outside = [
+            n for n in self.files or () if posixpath.normpath(n) != n or n.startswith(("/", "../")) or n in (".", "..")
+        ]
+        if outside:
+            raise ValueError(f"files: {outside[0]!r} is not a plain path under the working directory")
+        if not self.transcript and self.files == ():
+            raise ValueError("shows the judge nothing; leave out files or transcript = false")
+        return self
+
+    def reward(self, score: float) -> float:
+        """The reward of a score within the range: in [0, 1]."""
+        if self.threshold is not None:
+            return float(score >= self.threshold)
+        return (score - self.score_min) / (self.score_max - self.score_min)
+
+
 class Task(BaseModel):
     """One task, checked. `verifier_digest`: sha256 over the tests tree; it goes into every verdict."""
 
@@ -124,6 +166,7 @@ class Task(BaseModel):
     config: TaskConfig
     verifier_digest: str
     build_instructions: tuple[str, ...]
+    judge: JudgeTerms | None = None
 
     @property
     def environment_dir(self) -> Path | None:
@@ -145,13 +188,15 @@ def load_task(directory: Path | str) -> Task:
     path = Path(directory).absolute()
     if not path.is_dir():
         raise BadInput(f"{path}: no such task directory; give the folder that holds task.toml")
-    for name in ("task.toml", "instruction.md", "tests/test.sh"):
-        if not (path / name).is_file():
-            raise BadInput(f"{path}: no {name}; a Harbor task needs task.toml, instruction.md and tests/test.sh")
     for name in PARTS:
         if (path / name).is_symlink():
             raise BadInput(f"{path / name}: a link, and what it points to may lie outside the task; put a copy there")
-    config = _config(path / "task.toml")
+    judge = _toml(path / JUDGE_FILE, JudgeTerms) if (path / JUDGE_FILE).is_file() else None
+    script = () if judge is not None and judge.mode == "only" else ("tests/test.sh",)
+    for name in ("task.toml", "instruction.md", *script):
+        if not (path / name).is_file():
+            raise BadInput(f"{path}: no {name}; a Harbor task needs task.toml, instruction.md and tests/test.sh")
+    config = _toml(path / "task.toml", TaskConfig)
     instruction = _text(path / "instruction.md").strip()
     if not instruction:
         raise BadInput(f"{path / 'instruction.md'}: empty; write what the agent is to do")
@@ -162,6 +207,7 @@ def load_task(directory: Path | str) -> Task:
         config=config,
         verifier_digest=tree_digest(path / "tests"),
         build_instructions=_build_instructions(path / "environment" / "Dockerfile"),
+        judge=judge,
     )
 
 
@@ -175,14 +221,17 @@ def _text(path: Path) -> str:
         raise BadInput(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8") from None
 
 
-def _config(path: Path) -> TaskConfig:
+def _toml(path: Path, kind: type[T]) -> T:
     try:
-        return TaskConfig.model_validate(tomllib.loads(_text(path)))
+        return kind.model_validate(tomllib.loads(_text(path)))
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{path}: not TOML ({error}); fix that line") from None
     except ValidationError as error:
-        first = error.errors()[0]
+        found = error.errors()
+        first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
         where = ".".join(str(part) for part in first["loc"])
+        if not where:  # of the whole table, whose fields are not repeated
+            raise BadInput(f"{path}: {first['msg'].removeprefix('Value error, ')}") from None
         what = "unknown key; remove it or fix its name" if first["type"] == "extra_forbidden" else first["msg"]
         raise BadInput(f"{path}: {where} = {first['input']!r}: {what}") from None
 

@@ -12,6 +12,7 @@ read from bytes has whatever signature stood there. So no type makes a reward co
 from __future__ import annotations
 
 import hmac
+import json
 import math
 import struct
 from typing import Literal, NewType
@@ -20,15 +21,35 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 _KEY_LABEL = b"rl360 verdict key 1\n"
 _LABEL = b"rl360 verdict 1\n"
+_JUDGED_LABEL = b"rl360 verdict 2\n"
 
 Signature = NewType("Signature", str)
+
+
+class JudgeReceipt(BaseModel):
+    """What an LLM judge said and how it was asked: `score` in the task's own range, `prompt_digest` the sha256 of the
+    request's body, `host` of the judge's URL, `served_model`, `reply_id` and token counts as its reply names them,
+    `script_reward` what test.sh gave before it. Data until a verdict that holds it is signed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = Field(min_length=1)
+    served_model: str
+    host: str = Field(min_length=1)
+    prompt_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    reply_id: str
+    score: float
+    script_reward: float | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class Verdict(BaseModel):
     """What the verifier said of one attempt, with its signature over all of it but `written_by_verifier`.
 
     `reward` is finite; NaN, infinities and booleans are refused, so no failure can be dressed as a number.
-    `verifier_digest` is the sha256 over the task's `tests/` tree: which verifier said so.
+    `verifier_digest` is the sha256 over the task's `tests/` tree: which verifier said so. `judge`: whose score the
+    reward was made from; left out of bytes where none was asked.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,6 +60,7 @@ class Verdict(BaseModel):
     reward: float
     verifier_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     finished_at: float = Field(description="unix seconds", allow_inf_nan=False)
+    judge: JudgeReceipt | None = Field(None, exclude_if=lambda value: value is None)
     written_by_verifier: Literal[True] = True
     signature: Signature = Field(pattern=r"^[0-9a-f]{64}$")
 
@@ -54,20 +76,39 @@ def run_key(token: str, run: str) -> bytes:
 
 
 def signed_bytes(
-    run: str, task_id: str, attempt_id: str, verifier_digest: str, finished_at: float, reward: float
+    run: str,
+    task_id: str,
+    attempt_id: str,
+    verifier_digest: str,
+    finished_at: float,
+    reward: float,
+    judge: JudgeReceipt | None = None,
 ) -> bytes:
     """What is signed: `rl360 verdict 1` and a newline; the four texts in this order as UTF-8, each after its length in
-    bytes as a big-endian uint32; `finished_at` and `reward` as big-endian IEEE 754 doubles."""
+    bytes as a big-endian uint32; `finished_at` and `reward` as big-endian IEEE 754 doubles. Of a judged attempt the
+    label is `rl360 verdict 2`, and the judge's receipt stands at the end: all its fields as ASCII JSON, keys sorted, no
+    spaces."""
     texts = (text.encode() for text in (run, task_id, attempt_id, verifier_digest))
     named = b"".join(struct.pack(">I", len(text)) + text for text in texts)
-    return _LABEL + named + struct.pack(">dd", _finite(finished_at, "a verdict's time"), _finite(reward, "a reward"))
+    named += struct.pack(">dd", _finite(finished_at, "a verdict's time"), _finite(reward, "a reward"))
+    if judge is None:
+        return _LABEL + named
+    return _JUDGED_LABEL + named + json.dumps(judge.model_dump(), sort_keys=True, separators=(",", ":")).encode()
 
 
 def sign(
-    key: bytes, *, run: str, task_id: str, attempt_id: str, verifier_digest: str, finished_at: float, reward: float
+    key: bytes,
+    *,
+    run: str,
+    task_id: str,
+    attempt_id: str,
+    verifier_digest: str,
+    finished_at: float,
+    reward: float,
+    judge: JudgeReceipt | None = None,
 ) -> Verdict:
     """The verdict, signed. ValueError for a number that is none. For the verifier alone."""
-    signature = _seal(key, signed_bytes(run, task_id, attempt_id, verifier_digest, finished_at, reward))
+    signature = _seal(key, signed_bytes(run, task_id, attempt_id, verifier_digest, finished_at, reward, judge))
     return Verdict(
         run=run,
         task_id=task_id,
@@ -75,6 +116,7 @@ def sign(
         reward=reward,
         verifier_digest=verifier_digest,
         finished_at=finished_at,
+        judge=judge,
         signature=signature,
     )
 
@@ -85,9 +127,8 @@ def receipt_problem(verdict: Verdict, key: bytes, run: str) -> str | None:
     if verdict.run != run:
         return f"{name} is of run {verdict.run!r}, not of {run!r}"
     try:
-        said = signed_bytes(
-            run, verdict.task_id, verdict.attempt_id, verdict.verifier_digest, verdict.finished_at, verdict.reward
-        )
+        names = (run, verdict.task_id, verdict.attempt_id, verdict.verifier_digest)
+        said = signed_bytes(*names, verdict.finished_at, verdict.reward, verdict.judge)
     except ValueError as error:
         return f"{name}: {error}"
     if not hmac.compare_digest(_seal(key, said).encode(), verdict.signature.encode()):

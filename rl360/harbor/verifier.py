@@ -1,4 +1,5 @@
 """The verifier: a new sandbox over the agent's workspace runs `tests/test.sh`; what it wrote is read as hostile bytes.
+A task may be judged by an LLM instead, or after a script that passed (docs/judges.md); either is signed here alone.
 
 A reward exists only when test.sh wrote it: the agent's sandbox is proven gone before, `/logs/verifier` is a folder
 only this sandbox ever sees, and everything in it is proven gone before the file is read. Missing, malformed, too
@@ -7,20 +8,28 @@ large, linked or not finite is never a number.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
+
+import httpx
 
 from rl360.errors import Rl360Error
-from rl360.harbor.protocol import SandboxLimits
-from rl360.harbor.task import Task
-from rl360.harbor.verdict import Verdict, sign
+from rl360.harbor.evidence import files_text, transcript_text
+from rl360.harbor.judge import Evidence, Judge, JudgeError, JudgeSpent
+from rl360.harbor.outcome import PASS_REWARD
+from rl360.harbor.protocol import JudgeOrder, SandboxLimits
+from rl360.harbor.task import JudgeTerms, Task
+from rl360.harbor.verdict import JudgeReceipt, Verdict, sign
 from rl360.ledger.outcomes import Outcome
 from rl360.sandboxes.provider import (
     SandboxGone,
@@ -43,8 +52,20 @@ class RewardError(Rl360Error):
 
 
 @dataclass(frozen=True)
+class Bench:
+    """What judging one attempt takes: the judge, how the run asks it, what the agent said, what it costs."""
+
+    judge: Judge
+    http: httpx.AsyncClient
+    order: JudgeOrder
+    transcript: Sequence[Mapping[str, Any]]
+    spent: JudgeSpent
+
+
+@dataclass(frozen=True)
 class VerifyOrder:
-    """What to verify, whose it is, and the clocks. `key` signs the verdict: the run's (rl360.harbor.verdict)."""
+    """What to verify, whose it is, and the clocks. `key` signs the verdict: the run's (rl360.harbor.verdict). `timed`
+    runs the clock of a phase; `bench` is there for a task with judge terms."""
 
     task: Task
     workspace: Workspace
@@ -55,23 +76,67 @@ class VerifyOrder:
     limits: SandboxLimits
     timeout_s: float
     start_timeout_s: float
+    timed: Callable[[Literal["verify", "judge"]], AbstractContextManager[None]]
     key: bytes = field(repr=False)
+    bench: Bench | None = None
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A verdict, or the reason there is none. `log`: the end of what test.sh printed, or what went wrong."""
+    """A verdict, or the reason there is none. `log`: the end of what test.sh printed, what the judge said, or what went
+    wrong."""
 
     verdict: Verdict | None
     problem: Outcome | None
     log: str
 
 
-async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> Verification:
-    """Run the task's tests over the workspace; the agent's sandbox must be proven gone already.
+@dataclass(frozen=True)
+class _Script:
+    """What test.sh came to: a reward, or the problem."""
 
-    The proof that the verifier's own sandbox is gone is appended to `stops`, whatever happens.
+    reward: float | None
+    problem: Outcome | None
+    log: str
+
+
+async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> Verification:
+    """Run the task's tests over the workspace, its judge, or both; the agent's sandbox must be proven gone already.
+
+    The judge sees what the agent left, read before test.sh runs the agent's code. The proof that the verifier's own
+    sandbox is gone is appended to `stops`, whatever happens.
     """
+    terms, bench = order.task.judge, order.bench
+    if terms is None or bench is None:
+        with order.timed("verify"):
+            return _concluded(order, await _run_script(provider, order, stops))
+    with order.timed("judge"):
+        evidence = await asyncio.to_thread(_evidence, order, terms, bench)
+    script = None
+    if terms.mode == "after_script":
+        with order.timed("verify"):
+            script = await _run_script(provider, order, stops)
+        if script.reward is None or script.reward < PASS_REWARD:
+            return _concluded(order, script)
+    script_reward = None if script is None else script.reward
+    try:
+        with order.timed("judge"):
+            receipt = await bench.judge.ask(bench.http, bench.order, terms, evidence, bench.spent, script_reward)
+    except JudgeError as error:
+        return Verification(None, Outcome.JUDGE_ERROR, str(error))
+    said = f"{receipt.model} at {receipt.host}: {receipt.score:g} of {terms.score_min:g} to {terms.score_max:g}"
+    return _concluded(order, _Script(terms.reward(receipt.score), None, said), receipt)
+
+
+def _evidence(order: VerifyOrder, terms: JudgeTerms, bench: Bench) -> Evidence:
+    task, files = order.task, None
+    if terms.files != ():
+        files = files_text(order.workspace.files, task.environment_dir, terms.files, terms.max_bytes)
+    said = transcript_text(bench.transcript, task.instruction) if terms.transcript else None
+    return Evidence(task.instruction, said, files)
+
+
+async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> _Script:
     environment = order.task.config.environment
     tests = await provider.publish(order.task.tests_dir, order.task.verifier_digest)
     spec = SandboxSpec(
@@ -89,7 +154,7 @@ async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[Stop
         sandbox = await provider.create(spec)
     except SandboxStartError as error:
         stops.extend([error.proof] if error.proof is not None else [])
-        return Verification(None, Outcome.SANDBOX_START, str(error))
+        return _Script(None, Outcome.SANDBOX_START, str(error))
     problem: Outcome | None = None
     try:
         result = await sandbox.exec("bash /tests/test.sh", order.timeout_s, MAX_LOG_BYTES)
@@ -104,20 +169,22 @@ async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[Stop
     finally:
         stop = await stop_surely(sandbox, stops)
     if problem is not None:
-        return Verification(None, problem, log)
+        return _Script(None, problem, log)
     if not stop.confirmed:
         # something may still write the file, so what it says now is not what the verifier said
-        return Verification(None, Outcome.VERIFIER_ERROR, f"verifier sandbox not proven gone: {stop.evidence}")
-    return _verdict(order, log)
-
-
-def _verdict(order: VerifyOrder, log: str) -> Verification:
+        return _Script(None, Outcome.VERIFIER_ERROR, f"verifier sandbox not proven gone: {stop.evidence}")
     try:
         reward = read_reward(order.workspace.logs)
     except RewardError as error:
-        return Verification(None, Outcome.VERIFIER_ERROR, str(error))
+        return _Script(None, Outcome.VERIFIER_ERROR, str(error))
     if reward is None:
-        return Verification(None, Outcome.NO_VERDICT, f"test.sh wrote no reward file; {log}")
+        return _Script(None, Outcome.NO_VERDICT, f"test.sh wrote no reward file; {log}")
+    return _Script(reward, None, log)
+
+
+def _concluded(order: VerifyOrder, script: _Script, judge: JudgeReceipt | None = None) -> Verification:
+    if script.reward is None:
+        return Verification(None, script.problem, script.log)
     verdict = sign(
         order.key,
         run=order.run,
@@ -125,9 +192,10 @@ def _verdict(order: VerifyOrder, log: str) -> Verification:
         attempt_id=order.attempt_id,
         verifier_digest=order.task.verifier_digest,
         finished_at=time.time(),
-        reward=reward,
+        reward=script.reward,
+        judge=judge,
     )
-    return Verification(verdict, None, log)
+    return Verification(verdict, None, script.log)
 
 
 def read_reward(folder: Path) -> float | None:

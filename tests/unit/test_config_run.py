@@ -154,7 +154,8 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
         "steps": 31,
         "rollout": {"wave_size": 1, "wave_interval_s": 1, "max_concurrent": 1, "infra_retries": 2},
         "deadlines": {"queue_s": 1, "setup_s": 1, "collect_s": 1, "slack_s": 16, "client_s": 999, "train_s": 1},
-        "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0},
+        "judge": {"call_s": 1, "retries": 1},
+        "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0, "max_nonfinite_steps": 1},
         "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2},
     }
     assert frozen_differences(config, RunConfig.parse(changed)) == []
@@ -191,12 +192,44 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
         }.get(path[-1], _another(value))
         if other is not None:
             assert len(frozen_differences(config, RunConfig.parse(nested(path, other)))) == 1, path
+            "model": None,  # of a judge: belongs to judge_s, and judge_s to it
+            "judge_s": None,
+            "response_format": "none",
 
 
 def _in(changed: dict[str, Any], path: tuple[str, ...]) -> bool:
     held: Any = changed
     for name in path:
         if not isinstance(held, dict) or name not in held:
+JUDGED = {"judge": {"model": "j", "call_s": 20}, "deadlines": {"judge_s": 40, "client_s": 400}}
+
+
+def test_a_judges_clocks_nest_and_may_change() -> None:
+    config = RunConfig.parse(JUDGED)
+    longer = {**JUDGED, "deadlines": {"judge_s": 60, "client_s": 400}}
+    assert frozen_differences(config, RunConfig.parse(longer)) == []
+    other = RunConfig.parse({**JUDGED, "judge": {"model": "k"}})
+    assert frozen_differences(config, other) == ["judge.model: 'j' -> 'k'"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"judge": {"model": "j"}}, "judge.model is set and deadlines.judge_s is not"),
+        ({"deadlines": {"judge_s": 40}}, "deadlines.judge_s is set and judge.model is not"),
+        (
+            {"judge": {"model": "j"}, "deadlines": {"judge_s": 46}},
+            "client_s 300 is less than queue 120 + setup 20 + agent 60 + verifier 20 + judge 46 + collect 20",
+        ),
+        ({**JUDGED, "judge": {"model": "j", "call_s": 41}}, "call_s 41 is more than deadlines.judge_s 40"),
+    ],
+)
+def test_a_judges_clocks_that_do_not_nest_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput) as error:
+        RunConfig.parse(fields)
+    assert words in str(error.value)
+
+
             return False
         held = held[name]
     return True

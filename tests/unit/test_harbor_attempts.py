@@ -1,18 +1,24 @@
-"""The sandbox server's queue: what a flush leaves behind."""
+"""The sandbox server's queue: what a flush leaves behind, and what is refused before it is queued."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import pytest
 
 from rl360.agents import bash_agent
-from rl360.harbor.protocol import RunRequest
-from rl360.harbor.runner import Runner
-from rl360.harbor.server import Attempts, FlushRequest
+from rl360.errors import BadInput
+from rl360.harbor.judge import Judge
+from rl360.harbor.protocol import JudgeOrder, RunRequest
+from rl360.harbor.runner import Runner, prepare
+from rl360.harbor.server import Attempts, FlushRequest, parse_args
 from rl360.sandboxes.provider import SandboxNeeds, SandboxProvider
 from rl360.tasksets.harbor_files import BUILTIN_DIR
+
+AGENTS = {"bash": bash_agent.run}
 
 
 class NeverStarts:
@@ -39,3 +45,43 @@ def test_an_attempt_flushed_before_it_began_frees_its_place() -> None:
     ended, running = asyncio.run(go())
     assert isinstance(ended, asyncio.CancelledError)
     assert running == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "url", "words"),
+    [
+        (False, "http://h/v1", "set judge.model and deadlines.judge_s in the run's config"),
+        (True, "", "start this sandbox server with --judge-url"),
+        (True, "http://h/v1", None),
+    ],
+)
+def test_a_judged_task_is_refused_before_it_runs(tmp_path: Path, asked: bool, url: str, words: str | None) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "task.toml").write_text("")
+    (tmp_path / "instruction.md").write_text("Do it.")
+    (tmp_path / "tests" / "rl360_judge.toml").write_text('rubric = "r"')
+    order = JudgeOrder(model="j", timeout_s=20.0, call_s=5.0, retries=1) if asked else None
+    given = {"instance_id": "t", "task_dir": str(tmp_path), "attempt_id": "a", "base_url": "http://h", "judge": order}
+    judge = Judge.at(url, "", 1) if url else None
+    provider = cast(SandboxProvider, NeverStarts())
+    if words is None:
+        assert prepare(RunRequest(deadline_s=195.0, **given), provider, AGENTS, judge).task.judge is not None
+        with pytest.raises(BadInput, match=r"deadline_s 194 < .* \+ judge.timeout_s 20 \+ slack 15 = 195"):
+            prepare(RunRequest(deadline_s=194.0, **given), provider, AGENTS, judge)
+    else:
+        with pytest.raises(BadInput) as refused:
+            prepare(RunRequest(deadline_s=195.0, **given), provider, AGENTS, judge)
+        assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--judge-key-env", "K"], "--judge-key-env says nothing without --judge-url"),
+        (["--judge-url", "http://h/v1", "--judge-concurrency", "0"], "--judge-concurrency 0: must be at least 1"),
+    ],
+)
+def test_a_servers_judge_options(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(argv)
+    assert words in capsys.readouterr().err

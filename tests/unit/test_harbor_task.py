@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl360.errors import BadInput
-from rl360.harbor.task import PARTS, load_task, tree_digest
+from rl360.harbor.task import JUDGE_FILE, PARTS, load_task, tree_digest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXERCISM = REPOSITORY.parent / "shared" / "tasks" / "exercism-python"
@@ -122,3 +122,60 @@ def test_builtin_tasks_load() -> None:
 def test_exercism_tasks_load() -> None:
     folders = [path for path in EXERCISM.iterdir() if path.is_dir()]
     assert len({load_task(folder).id for folder in folders}) == len(folders) == 102
+
+
+JUDGE = 'rubric = "Is it clear?"\n'
+
+
+def judged(path: Path, toml: str = JUDGE) -> Path:
+    made = make_task(path)
+    (made / JUDGE_FILE).write_text(toml)
+    return made
+
+
+def test_a_judged_task_may_lack_a_script(tmp_path: Path) -> None:
+    path = judged(tmp_path / "t", JUDGE + 'score_max = 10\nthreshold = 7\nfiles = ["a.md", "src"]\n')
+    (path / "tests" / "test.sh").unlink()
+    terms = load_task(path).judge
+    assert terms is not None and (terms.mode, terms.score_max, terms.files) == ("only", 10.0, ("a.md", "src"))
+    (path / JUDGE_FILE).write_text(JUDGE + 'mode = "after_script"\n')
+    with pytest.raises(BadInput, match=r"no tests/test\.sh"):
+        load_task(path)
+
+
+def test_what_a_task_is_judged_by_is_in_its_digest(tmp_path: Path) -> None:
+    path = judged(tmp_path / "t")
+    seen = {load_task(path).verifier_digest}
+    for toml in (JUDGE + "score_max = 2\n", 'rubric = "Is it short?"\n'):
+        (path / JUDGE_FILE).write_text(toml)
+        seen.add(load_task(path).verifier_digest)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("", "rubric = "),
+        ('rubric = ""\n', "rubric = ''"),
+        (JUDGE + 'model = "m"\n', "model = 'm': unknown key"),
+        ('[judge]\njudge = "anthropic/x"\n', "judge = {'judge': 'anthropic/x'}"),
+        (JUDGE + 'mode = "before"\n', "mode = 'before'"),
+        (JUDGE + "score_min = 1\n", "score_min 1 must be below score_max 1"),
+        (JUDGE + "score_max = inf\n", "score_max = inf"),
+        (JUDGE + "threshold = 0\n", "threshold 0 must be above score_min"),
+        (JUDGE + "threshold = 1.5\n", "threshold 1.5"),
+        (JUDGE + "threshold = nan\n", "threshold nan"),
+        (JUDGE + 'files = ["../x"]\n', "'../x' is not a plain path"),
+        (JUDGE + 'files = ["/etc"]\n', "'/etc' is not a plain path"),
+        (JUDGE + 'files = ["a//b"]\n', "'a//b' is not a plain path"),
+        (JUDGE + "transcript = false\nfiles = []\n", "shows the judge nothing"),
+        (JUDGE + "max_bytes = 10\n", "max_bytes = 10"),
+        ("rubric\n", "not TOML"),
+    ],
+)
+def test_bad_terms_of_a_judge(tmp_path: Path, toml: str, words: str) -> None:
+    path = judged(tmp_path / "t", toml)
+    with pytest.raises(BadInput) as caught:
+        load_task(path)
+    message = str(caught.value)
+    assert words in message and str(path / JUDGE_FILE) in message and "\n" not in message

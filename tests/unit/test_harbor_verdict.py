@@ -13,7 +13,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
-from rl360.harbor.verdict import Verdict, receipt_problem, run_key, sign, signed_bytes
+from rl360.harbor.verdict import JudgeReceipt, Verdict, receipt_problem, run_key, sign, signed_bytes
 from rl360.harbor.verifier import VerifyOrder
 from rl360.store.codec import pack, unpack
 from tests.unit.verdict_data import TOKEN, verdict
@@ -57,8 +57,50 @@ def test_any_changed_field_is_refused(changes: dict[str, Any]) -> None:
 
 def test_every_field_is_signed() -> None:
     """`written_by_verifier` has one value; whatever else is added to a verdict must be signed too."""
-    signed = {"run", "task_id", "attempt_id", "verifier_digest", "finished_at", "reward"}
+    signed = {"run", "task_id", "attempt_id", "verifier_digest", "finished_at", "reward", "judge"}
     assert set(Verdict.model_fields) - {"signature", "written_by_verifier"} == signed
+
+
+JUDGE = JudgeReceipt(
+    model="judge-1", served_model="judge-1-0301", host="judge.example", prompt_digest="cd" * 32, reply_id="r-1",
+    score=7.0, script_reward=1.0, prompt_tokens=812, completion_tokens=9,
+)  # fmt: skip
+JUDGED = sign(
+    KEY, judge=JUDGE, **{n: v for n, v in GOOD if n not in ("signature", "written_by_verifier", "judge")}
+)  # fmt: skip
+
+
+def test_a_judges_receipt_is_signed_field_by_field() -> None:
+    ways = [
+        Verdict.model_validate_json(JUDGED.model_dump_json()),
+        Verdict.model_validate(unpack(pack(JUDGED.model_dump()), "k")),
+    ]
+    assert [receipt_problem(way, KEY, "demo") for way in (JUDGED, *ways)] == [None] * 3
+    others: dict[str, Any] = {"prompt_digest": "ce" * 32, "score": 7.5, "script_reward": None, "prompt_tokens": 813}
+    for name, value in JUDGE:
+        other = others.get(name, f"{value}x" if isinstance(value, str) else 0)
+        changed = JUDGED.model_copy(update={"judge": JUDGE.model_copy(update={name: other})})
+        assert "is not signed" in str(receipt_problem(changed, KEY, "demo")), name
+    for taken in (JUDGED.model_copy(update={"judge": None}), GOOD.model_copy(update={"judge": JUDGE})):
+        assert "is not signed" in str(receipt_problem(taken, KEY, "demo")), "put there or taken away"
+
+
+def test_an_unjudged_verdict_says_nothing_of_judges() -> None:
+    """Its bytes are those of before there were judges, so that steps of then are collected and replayed alike."""
+    assert "judge" not in GOOD.model_dump() and b"judge" not in GOOD.model_dump_json().encode()
+    assert Verdict.model_validate(GOOD.model_dump()) == GOOD
+
+
+def test_the_signed_bytes_of_a_judged_verdict_are_these() -> None:
+    plain = signed_bytes("r", "t", "a", "d", 1.0, 0.5)
+    said = (
+        b'{"completion_tokens":9,"host":"judge.example","model":"judge-1","prompt_digest":"' + b"cd" * 32 + b'",'
+        b'"prompt_tokens":812,"reply_id":"r-1","score":7.0,"script_reward":1.0,"served_model":"judge-1-0301"}'
+    )
+    assert (
+        signed_bytes("r", "t", "a", "d", 1.0, 0.5, JUDGE)
+        == b"rl360 verdict 2" + plain[len(b"rl360 verdict 1") :] + said
+    )
 
 
 def test_receipts_of_another_run_or_deployment_do_not_count() -> None:
@@ -128,6 +170,15 @@ def test_only_the_verifier_makes_verdicts() -> None:
     makes = {str(path.relative_to(ROOT)): uses for path in files if (uses := _uses(path))}
     assert makes.pop("rl360/bench/peers.py") == {"sign"}
     assert makes == {"rl360/harbor/verdict.py": {"Verdict"}, "rl360/harbor/verifier.py": {"sign"}}
+
+
+def test_only_the_judge_makes_what_a_judge_said() -> None:
+    calls = [
+        path
+        for path in (ROOT / "rl360").rglob("*.py")
+        if "JudgeReceipt(" in path.read_text().replace("class Judge", "")
+    ]
+    assert [path.name for path in calls] == ["judge.py"]
 
 
 def test_the_key_is_in_no_text() -> None:

@@ -18,6 +18,7 @@ from infra.local.state import ServiceState, Status, SupervisorState, read_state,
 from infra.local.supervisor import BACKOFF_MAX_S, backoff_s, last_line
 from rl360.config.services import Secrets
 from rl360.errors import BadInput, Rl360Error
+from rl360.harbor.server import parse_args
 
 SECRETS = Secrets(token="t" * 32, s3_access_key="access-key-of-test", s3_secret_key="secret-key-of-test")
 
@@ -47,6 +48,20 @@ def test_secrets_are_never_arguments_and_reach_only_the_store() -> None:
         assert (SECRETS.s3_secret_key in spec.env.values()) == (spec.name == "s3")
         assert SECRETS.token not in spec.env.values()
         assert "secret-key" not in repr(spec)
+
+
+def test_the_judges_key_reaches_only_the_sandbox_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL360_JUDGE_KEY", "sk-of-the-judge")  # a name that services are given otherwise
+    chosen = {"judge_url": "https://judge.example/v1", "judge_key_env": "RL360_JUDGE_KEY"}
+    for spec in specs_of(**chosen):
+        assert ("sk-of-the-judge" in spec.env.values()) == (spec.name == "sandbox-0"), spec.name
+        assert "sk-of-the-judge" not in " ".join(spec.argv) + repr(spec)
+    sandbox = next(spec for spec in specs_of(**chosen) if spec.name == "sandbox-0")
+    args = parse_args(list(sandbox.argv[3:]))
+    assert (args.judge_url, args.judge_key_env) == ("https://judge.example/v1", "RL360_JUDGE_KEY")
+    monkeypatch.delenv("RL360_JUDGE_KEY")
+    with pytest.raises(BadInput, match="--judge-key-env RL360_JUDGE_KEY: not set"):
+        specs_of(**chosen)
 
 
 def test_a_web_page_of_another_origin_is_no_client_of_prefect() -> None:
