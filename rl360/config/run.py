@@ -408,10 +408,6 @@ class RunConfig(_Section):
             )
         return self
 
-    @property
-    def steps_before(self) -> int:
-        """Steps taken before step 0, by the runs that this one was forked from."""
-        return self.parent.steps_before if self.parent else 0
     @model_validator(mode="after")
     def _judge_fits(self) -> RunConfig:
         model, call_s, judge_s = self.judge.model, self.judge.call_s, self.deadlines.judge_s
@@ -422,6 +418,10 @@ class RunConfig(_Section):
             raise ValueError(f"judge.call_s {call_s:g} is more than deadlines.judge_s {judge_s:g}; lower it")
         return self
 
+    @property
+    def steps_before(self) -> int:
+        """Steps taken before step 0, by the runs that this one was forked from."""
+        return self.parent.steps_before if self.parent else 0
 
     @property
     def updates_before(self) -> int:

@@ -155,7 +155,7 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
         "rollout": {"wave_size": 1, "wave_interval_s": 1, "max_concurrent": 1, "infra_retries": 2},
         "deadlines": {"queue_s": 1, "setup_s": 1, "collect_s": 1, "slack_s": 16, "client_s": 999, "train_s": 1},
         "judge": {"call_s": 1, "retries": 1},
-        "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0, "max_nonfinite_steps": 1},
+        "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0},
         "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2},
     }
     assert frozen_differences(config, RunConfig.parse(changed)) == []
@@ -188,19 +188,15 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             "parent": None,  # a whole section
             "matcher": "agents.echo:same",
             "sampling_params": "refuse",
+            "model": None,  # of a judge: belongs to judge_s, and judge_s to it
+            "judge_s": None,
+            "response_format": "none",
             "run": "other",
         }.get(path[-1], _another(value))
         if other is not None:
             assert len(frozen_differences(config, RunConfig.parse(nested(path, other)))) == 1, path
-            "model": None,  # of a judge: belongs to judge_s, and judge_s to it
-            "judge_s": None,
-            "response_format": "none",
 
 
-def _in(changed: dict[str, Any], path: tuple[str, ...]) -> bool:
-    held: Any = changed
-    for name in path:
-        if not isinstance(held, dict) or name not in held:
 JUDGED = {"judge": {"model": "j", "call_s": 20}, "deadlines": {"judge_s": 40, "client_s": 400}}
 
 
@@ -230,6 +226,10 @@ def test_a_judges_clocks_that_do_not_nest_are_refused(fields: dict[str, Any], wo
     assert words in str(error.value)
 
 
+def _in(changed: dict[str, Any], path: tuple[str, ...]) -> bool:
+    held: Any = changed
+    for name in path:
+        if not isinstance(held, dict) or name not in held:
             return False
         held = held[name]
     return True
