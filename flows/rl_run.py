@@ -12,6 +12,8 @@ from prefect.states import Failed
 
 from flows.rl_step import rl_step
 from rl360.config.run import RunConfig
+from rl360.errors import Rl360Error
+from tasks.durable import ended_by
 from tasks.open_run import open_run
 
 
@@ -24,7 +26,10 @@ from tasks.open_run import open_run
 )
 def rl_run(config: RunConfig) -> Any:
     """Run the steps that are left; a step that fails ends the run with that step's state."""
-    _, first = open_run(config, None)
+    try:
+        _, first = open_run(config, None)
+    except Rl360Error as error:
+        return ended_by(error)
     for step in range(first, config.steps):
         state: Any = rl_step(config, step, return_state=True)
         if not state.is_completed():

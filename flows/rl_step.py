@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import flow
-from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from rl360.config.run import RunConfig
-from rl360.errors import CleanupUnconfirmed
+from rl360.errors import Rl360Error
 from tasks.checkpoint import checkpoint
 from tasks.collect import collect
+from tasks.durable import ended_by
 from tasks.filter_groups import filter_groups
 from tasks.launch_waves import launch_waves
 from tasks.open_run import open_run
@@ -37,8 +37,8 @@ from tasks.train import train
 )
 def rl_step(config: RunConfig, step: int | None = None) -> Any:
     """Run step `step` of the run, or its next unfinished one."""
-    config, step = open_run(config, step)
     try:
+        config, step = open_run(config, step)
         groups = sample_groups(config, step)
         version = ready_engines(config, step)
         launch_waves(config, step, groups, version)
@@ -48,6 +48,5 @@ def rl_step(config: RunConfig, step: int | None = None) -> Any:
         push_weights(config, step)
         checkpoint(config, step)
         return report(config, step).info
-    except CleanupUnconfirmed as error:
-        # returned, not raised: a flow's own retries would repeat an exception, and this must never be repeated
-        return Failed(name="CleanupUnconfirmed", message=str(error))
+    except Rl360Error as error:
+        return ended_by(error)

@@ -26,7 +26,7 @@ COMMANDS = {
     "logs": Entry("services", "Print the end of a service's log."),
     "down": Entry("services", "Stop everything and prove that nothing is left."),
     "demo": Entry("demo", "Services, a run and its report in one go."),
-    "run": Entry("run", "Start, resume, watch, list, cancel and export runs."),
+    "run": Entry("run", "Start, resume, fork, watch, list, cancel and export runs."),
     "ledger": Entry("ledger", "What every token of a run became."),
     "replay": Entry("replay", "Compute a past step again and compare it with what is stored."),
     "report": Entry("report", "Figures and the page of a run."),
@@ -55,7 +55,8 @@ def run_command(name: str, argv: list[str]) -> None:
     """Import the command's module and run it; leaves by SystemExit or by an error."""
     import typer
 
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    # without rich: its tables give every flag a value, `--json <bool>`
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     @app.callback()
     def root() -> None:

@@ -19,11 +19,13 @@ from typing import Any
 import httpx
 from prefect import get_run_logger
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
 from prefect.tasks import exponential_backoff
 
 from rl360.config.run import RunConfig
 from rl360.config.services import Services, load_services
-from rl360.errors import EngineChurn, ServiceError, StoreUnavailable
+from rl360.errors import EngineChurn, Rl360Error, ServiceError, StoreUnavailable
 from rl360.step_work import Produced, committed
 from rl360.store.manifest import Manifest, commit_manifest, read_manifest
 from rl360.store.object_store import ObjectStore
@@ -45,6 +47,14 @@ RULES: dict[str, Any] = {
     "retry_jitter_factor": 0.3,
     "retry_condition_fn": may_retry,
 }
+
+
+def ended_by(error: Rl360Error) -> State:
+    """The state of a flow that an error ended, named by the error's type: what a person and `rl360 run list` go by.
+
+    Returned, not raised: a flow's own retries would repeat an exception, and some must never be repeated.
+    """
+    return Failed(name=type(error).__name__, message=str(error))
 
 
 @dataclass(frozen=True)

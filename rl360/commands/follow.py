@@ -11,20 +11,19 @@ import time
 import typer
 
 from rl360.commands.prefect_api import TERMINAL, FlowRun, PrefectApi
+from rl360.commands.states import ended_text, step_at_work, waiting_for
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import Rl360Error, ServiceError, StoreUnavailable
 from rl360.ledger.metrics import step_json
 from rl360.ledger.read import read_step
 from rl360.report.live import LiveTable
-from rl360.store.layout import manifest_key, step_key
-from rl360.store.manifest import read_manifest
+from rl360.store.layout import manifest_key
 from rl360.store.object_store import ObjectStore
 from rl360.store.progress import LAST_TASK, step_folders
 
 _POLL_S = 1.0
 _SILENCE_S = 120.0  # how long Prefect may not answer (it restarts) before following ends
-_TASKS = ("filter_groups", "train", "push_weights", "checkpoint", "report")
 
 
 def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> None:
@@ -50,7 +49,7 @@ def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> No
                 try:
                     _show_new_steps(store, config.run, shown, table)
                     if state is not None and not ended:
-                        table.update_phase(_phase(store, config, len(shown), state.state_name))
+                        table.update_phase(_phase(store, config, len(shown), state))
                 except StoreUnavailable as error:
                     table.update_phase(str(error))
                 if ended:
@@ -60,11 +59,7 @@ def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> No
         typer.echo(f"left; the run goes on. Watch it again with `rl360 run watch {config.run}`")
         return
     if state is not None and state.state != "COMPLETED":
-        raise Rl360Error(
-            f"run {config.run} ended as {state.state_name} after {len(shown)} of {config.steps} steps: "
-            f"{' '.join(state.message.split())[:300]}; details: {api.run_url(state.id)}; nothing committed is "
-            f"lost, go on with `rl360 run resume {config.run}`"
-        )
+        raise Rl360Error(ended_text(store, api, config.run, config.steps, state))
 
 
 def _show_new_steps(store: ObjectStore, run: str, shown: set[int], table: LiveTable) -> None:
@@ -75,19 +70,7 @@ def _show_new_steps(store: ObjectStore, run: str, shown: set[int], table: LiveTa
             shown.add(step)
 
 
-def _phase(store: ObjectStore, config: RunConfig, step: int, state_name: str) -> str:
-    """What the step at work is doing, from what it has stored."""
-    if state_name not in ("Running", "Cancelling"):
-        return f"flow run is {state_name}"
-    if step >= config.steps:
-        return "finishing"
-    groups = read_manifest(store, config.run, step, "sample_groups")
-    if groups is None:
-        return f"step {step}: sampling groups"
-    if read_manifest(store, config.run, step, "collect") is None:
-        stored = len(store.list(step_key(config.run, step, "merged/")))  # an object an attempt; records share theirs
-        return f"step {step}: rollouts {stored}/{groups.counts['attempts']}" if stored else f"step {step}: engines"
-    for task in _TASKS:
-        if read_manifest(store, config.run, step, task) is None:
-            return f"step {step}: {task.replace('_', ' ')}"
-    return f"step {step}: done"
+def _phase(store: ObjectStore, config: RunConfig, step: int, state: FlowRun) -> str:
+    if state.state_name not in ("Running", "Cancelling"):
+        return waiting_for(state)
+    return "finishing" if step >= config.steps else step_at_work(store, config.run, step)

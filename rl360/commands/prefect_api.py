@@ -17,6 +17,7 @@ from rl360.errors import Rl360Error, ServiceError
 _TIMEOUT_S = 20.0
 _BUSY = frozenset({429, 502, 503})  # a Prefect whose SQLite is locked answers 503
 _BUSY_PATIENCE_S = 60.0
+_PAGE, _PAGES = 200, 10  # flow runs; 200 is the most that Prefect gives at once
 ACTIVE = ("SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED")
 TERMINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
@@ -31,6 +32,12 @@ class FlowRun:
     state_name: str
     message: str
     parameters: dict[str, Any]
+
+    @property
+    def run(self) -> str:
+        """The run of rl360 that it belongs to; empty for flows of others."""
+        config = self.parameters.get("config")
+        return str(config.get("run", "")) if isinstance(config, dict) else ""
 
 
 class PrefectApi:
@@ -51,10 +58,30 @@ class PrefectApi:
 
     def active(self) -> list[FlowRun]:
         """Flow runs that have not ended, newest first, without subflows and without what a schedule plans for later."""
+        return self._filter({"state": {"type": {"any_": list(ACTIVE)}}}, "START_TIME_DESC", 0)
+
+    def newest_by_run(self) -> dict[str, FlowRun]:
+        """The newest flow run of each run of rl360 among the last `_PAGES` * `_PAGE` flow runs, newest first."""
+        found: dict[str, FlowRun] = {}
+        for page in range(_PAGES):
+            asked = self._filter({}, "EXPECTED_START_TIME_DESC", page * _PAGE)
+            for item in asked:
+                if item.run:
+                    found.setdefault(item.run, item)
+            if len(asked) < _PAGE // 2:  # what a schedule plans is asked for and left out
+                break
+        return found
+
+    def newest_of(self, run: str) -> FlowRun | None:
+        """The flow run of `run` that is at work, else its newest one."""
+        return next((item for item in self.active() if item.run == run), None) or self.newest_by_run().get(run)
+
+    def _filter(self, which: dict[str, Any], sort: str, offset: int) -> list[FlowRun]:
         body = {
-            "flow_runs": {"state": {"type": {"any_": list(ACTIVE)}}, "parent_task_run_id": {"is_null_": True}},
-            "sort": "START_TIME_DESC",
-            "limit": 200,
+            "flow_runs": {**which, "parent_task_run_id": {"is_null_": True}},
+            "sort": sort,
+            "limit": _PAGE,
+            "offset": offset,
         }
         found = self._call("POST", "/flow_runs/filter", body)
         return [

@@ -1,9 +1,9 @@
-"""`rl360 run`: start, resume, watch and list runs."""
+"""`rl360 run`: start, resume, fork, watch, list, cancel and export runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -13,9 +13,13 @@ from rl360.config.run import RunConfig
 from rl360.config.services import Services, load_services
 from rl360.errors import BadInput, Rl360Error
 
+if TYPE_CHECKING:
+    from rl360.commands.prefect_api import PrefectApi
+    from rl360.store.object_store import ObjectStore
+
 _EXPORT_DEADLINE_S = 900.0
 
-app = typer.Typer(no_args_is_help=True, help="Start, resume, watch and list runs.")
+app = typer.Typer(no_args_is_help=True, help="Start, resume, fork, watch, list, cancel and export runs.")
 
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", "-s", help="One field, e.g. -s rollout.wave_size=32. Repeatable.")
@@ -30,7 +34,8 @@ def register(root: typer.Typer) -> None:
 
 def read_config(path: Path | None, fields: list[str] | None, **overrides: Any) -> RunConfig:
     """A config from a JSON or YAML file, `--set a.b=value` fields and named overrides (None: not given)."""
-    return RunConfig.parse(read_fields(path, fields, **overrides), where=str(path) if path else "config")
+    found = with_absolute_paths(read_fields(path, fields, **overrides))
+    return RunConfig.parse(found, where=str(path) if path else "config")
 
 
 def read_fields(path: Path | None, fields: list[str] | None, **overrides: Any) -> dict[str, Any]:
@@ -64,7 +69,7 @@ def read_fields(path: Path | None, fields: list[str] | None, **overrides: Any) -
     return value
 
 
-@app.command()
+@app.command(epilog="Example: rl360 run start --name demo --steps 30 -s trainer.lr=0.0003")
 def start(
     config: Annotated[Path | None, typer.Option(help="JSON or YAML file of a run config.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
@@ -73,14 +78,11 @@ def start(
     fields: SetOption = None,
     follow: FollowOption = True,
 ) -> None:
-    """Start a run, or go on with one of the same name and config.
-
-    Example: rl360 run start --name demo --steps 30 -s trainer.lr=0.0003
-    """
+    """Start a run, or go on with one of the same name and config. What cannot work is refused before it starts."""
     launch(load_services(), read_config(config, fields, run=name, seed=seed, steps=steps), follow=follow)
 
 
-@app.command()
+@app.command(epilog="Example: rl360 run resume demo --steps 60 -s rollout.wave_size=32")
 def resume(
     run: Annotated[str, typer.Argument(help="Name of the run.")],
     steps: Annotated[int | None, typer.Option(help="New number of steps to reach.")] = None,
@@ -89,54 +91,118 @@ def resume(
 ) -> None:
     """Go on with a run where its manifests end, under its own config.
 
-    Operational fields (pace, deadlines, steps) may be changed with --set. Example: rl360 run resume demo --steps 60
+    Operational fields (pace, deadlines, steps) may be changed with --set.
     """
+    from rl360.store.object_store import ObjectStore
+
+    services = load_services()
+    store = ObjectStore.from_services(services)
+    asked = load_frozen(store, run).model_copy(update={"steps": load_target(store, run)})
+    launch(services, changed_config(asked, read_fields(None, fields, run=run, steps=steps)), follow=follow)
+
+
+@app.command(epilog="Example: rl360 run fork demo demo-slow --from-step 20 -s trainer.lr=0.0001")
+def fork(
+    run: Annotated[str, typer.Argument(help="Name of the run to go on from.")],
+    new: Annotated[str, typer.Argument(help="Name of the new run.")],
+    from_step: Annotated[
+        int | None, typer.Option(min=0, help="Go on after this step, or the last one before it that has a checkpoint.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the new run (default: those left to RUN's).")] = None,
+    fields: SetOption = None,
+    follow: FollowOption = True,
+) -> None:
+    """Start a new run from another's checkpoint, under its config with any field changed.
+
+    Weights, Adam's moments and its count of steps go on, as does the order of tasks. Steps count from 0 again.
+    """
+    from rl360.config.freeze import freeze_config
+    from rl360.preflight import check_start
+    from rl360.store.object_store import ObjectStore
+
+    services = load_services()
+    store = ObjectStore.from_services(services)
+    config = forked_config(store, run, new, from_step, read_fields(None, fields, steps=steps))
+    check_start(store, services, config)
+    freeze_config(store, config, default_model=services.model_dir)
+    if config.parent is not None:
+        start = f"{run} after step {config.parent.step}, weights {config.parent.weights_digest[:12]}, moments kept"
+        typer.echo(f"run {new}: starts from {start}; its step 0 draws the tasks of step {config.parent.steps_before}")
+    launch(services, config, follow=follow)
+
+
+def forked_config(store: ObjectStore, run: str, new: str, from_step: int | None, changes: dict[str, Any]) -> RunConfig:
+    """The config of the fork. `BadInput` when the name is taken, there is no such checkpoint or no step is left."""
+    from rl360.store.layout import run_config_key
+    from rl360.training.saved import parent_at
+
+    if taken := {"run", "parent"} & changes.keys():
+        raise BadInput(f"--set {sorted(taken)[0]}: the fork's name and parent are not set this way")
+    frozen = load_frozen(store, run)
+    if store.exists(run_config_key(new)):
+        raise BadInput(f"run {new} is there already; give the fork another name, or `rl360 run resume {new}`")
+    parent = parent_at(store, frozen, from_step)
+    left = load_target(store, run) - parent.step - 1
+    if "steps" not in changes and left < 1:
+        raise BadInput(f"run {run} has no steps left after step {parent.step}; say how many the fork takes: --steps N")
+    base = frozen.model_copy(update={"run": new, "parent": parent, "steps": max(left, 1)})
+    return changed_config(base, with_absolute_paths(changes))
+
+
+@app.command("list", epilog="Example: rl360 run list --json")
+def list_(json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """List the runs, oldest first: steps done, state, and where it is or why it failed.
+
+    States: new, waiting (for a worker), running, failed, cancelled, stopped (nothing at work, steps left) and done.
+    """
+    from rl360.commands.states import list_states
+    from rl360.store.object_store import ObjectStore
+
+    services = load_services()
+    rows, warning = list_states(ObjectStore.from_services(services), _api(services))
+    if warning:
+        typer.echo(f"warning: {warning}", err=True)
+    if json:
+        typer.echo(orjson.dumps(rows).decode())
+        return
+    if not rows:
+        typer.echo("no runs yet; start one with `rl360 run start`")
+    for row in rows:
+        counted = f"{row['steps']}/{row['target_steps']}"
+        typer.echo(f"{row['run']:<42} {counted:>9} steps  {row['state']:<9}  {row['detail'][:200]}".rstrip())
+
+
+@app.command(epilog="Example: rl360 run watch demo")
+def watch(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
+    """Watch a run until it ends, or see how it ended and what to do. Leaving (Ctrl-C) does not stop it."""
+    from rl360.commands.follow import follow as follow_run
+    from rl360.commands.prefect_api import ACTIVE
+    from rl360.commands.states import judge
     from rl360.store.object_store import ObjectStore
     from rl360.store.progress import next_step
 
     services = load_services()
     store = ObjectStore.from_services(services)
-    asked = load_frozen(store, run).model_copy(update={"steps": load_target(store, run)})
-    config = changed_config(asked, read_fields(None, fields, run=run, steps=steps))
-    refuse_fewer_steps(config, next_step(store, run))
-    launch(services, config, follow=follow)
+    newest = _api(services).newest_of(run)
+    if newest is not None and newest.state in (*ACTIVE, "FAILED", "CRASHED"):
+        config = RunConfig.parse(newest.parameters["config"])  # its number of steps may be a newer one
+    else:
+        config = load_frozen(store, run).model_copy(update={"steps": load_target(store, run)})
+    done = next_step(store, run)
+    found = judge(store, run, done, config.steps, newest)
+    follow_run(services, config, newest.id if newest is not None and found.state != "done" else None)
+    if found.state in ("new", "stopped"):
+        typer.echo(
+            f"run {run} is {found.state}: {done} of {config.steps} steps done, nothing is at work on it; go on with "
+            f"`rl360 run resume {run}`"
+        )
 
 
-@app.command("list")
-def list_(json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
-    """List the runs in the store, oldest first. Example: rl360 run list --json"""
-    from rl360.ledger.read import list_runs
-    from rl360.store.object_store import ObjectStore
-
-    runs = list_runs(ObjectStore.from_services(load_services()))
-    if json:
-        typer.echo(orjson.dumps(runs).decode())
-        return
-    if not runs:
-        typer.echo("no runs yet; start one with `rl360 run start`")
-    for row in runs:
-        typer.echo(f"{row['run']:<42} {row['steps']:>6} steps  {row['state']}")
-
-
-@app.command()
-def watch(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
-    """Watch a run in the terminal until it ends; leaving (Ctrl-C) does not stop it. Example: rl360 run watch demo"""
-    from rl360.commands.follow import follow as follow_run
-    from rl360.store.object_store import ObjectStore
-
-    services = load_services()
-    config = load_frozen(ObjectStore.from_services(services), run)
-    active = [item for item in _api(services).active() if _run_of(item.parameters) == run]
-    if active:
-        config = RunConfig.parse(active[0].parameters["config"])  # its number of steps may be a newer one
-    follow_run(services, config, active[0].id if active else None)
-
-
-@app.command()
+@app.command(epilog="Example: rl360 run cancel demo")
 def cancel(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
-    """Cancel a run's flow. What is committed stays; `rl360 run resume` goes on later. Example: rl360 run cancel demo"""
+    """Cancel what is at work on a run. What is committed stays; `rl360 run resume` goes on later."""
     api = _api(load_services())
-    active = [item for item in api.active() if _run_of(item.parameters) == run]
+    active = [item for item in api.active() if item.run == run]
     if not active:
         raise Rl360Error(f"run {run} has no active flow run; `rl360 run list` shows the runs")
     for item in active:
@@ -144,16 +210,13 @@ def cancel(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None
         typer.echo(f"cancelling {item.name} ({api.run_url(item.id)})")
 
 
-@app.command()
+@app.command(epilog="Example: rl360 run export demo ./demo-policy")
 def export(
     run: Annotated[str, typer.Argument(help="Name of the run.")],
     target: Annotated[str, typer.Argument(help="New directory on the trainer's machine, or s3://bucket/prefix.")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
-    """Write a run's newest policy as a Hugging Face directory that SGLang and transformers load.
-
-    Example: rl360 run export demo ./demo-policy
-    """
+    """Write a run's newest policy as a Hugging Face directory, which SGLang and transformers load."""
     import asyncio
 
     import httpx
@@ -179,12 +242,17 @@ def export(
 def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = False) -> None:
     """Trigger the `rl_run` deployment and, when asked, watch it to its end (exit 1 unless it completed).
 
-    A run that is at work already is refused, or with `join` watched.
+    What cannot work is refused before there is a flow run. A run that is at work already is refused, or with `join`
+    watched.
     """
     from rl360.commands.follow import follow as follow_run
+    from rl360.preflight import check_start
+    from rl360.store.object_store import ObjectStore
+    from rl360.store.progress import next_step
 
     api = _api(services)
-    busy = [item for item in api.active() if _run_of(item.parameters) == config.run]
+    active = api.active()
+    busy = [item for item in active if item.run == config.run]
     if busy and join:
         typer.echo(f"run {config.run} is at work already: flow run {busy[0].name}  {api.run_url(busy[0].id)}")
         follow_run(services, config, busy[0].id)
@@ -194,27 +262,37 @@ def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = 
             f"run {config.run} is already active as flow run {busy[0].name} ({busy[0].state_name}): watch it with "
             f"`rl360 run watch {config.run}`, or cancel it with `rl360 run cancel {config.run}`"
         )
+    store = ObjectStore.from_services(services)
+    check_start(store, services, config)
+    if next_step(store, config.run) == config.steps:
+        typer.echo(f"run {config.run} has all of its {config.steps} steps; to go on give more (--steps)")
+        return
     flow_run = api.trigger("rl_run/local", {"config": config.model_dump(mode="json")})
-    typer.echo(f"run {config.run}: flow run {flow_run.name}  {api.run_url(flow_run.id)}")
+    typer.echo(f"run {config.run}: flow run {flow_run.name} ({flow_run.id})  {api.run_url(flow_run.id)}")
+    ahead = [item.name for item in active if item.state in ("RUNNING", "PENDING", "CANCELLING")]
+    if ahead:
+        typer.echo(f"it waits for {ahead[0]}: flow runs go one at a time")
     if follow:
         follow_run(services, config, flow_run.id)
+    else:
+        typer.echo(f"not watched; `rl360 run watch {config.run}` shows how it goes, `rl360 run list` whether it failed")
 
 
-def _api(services: Services) -> Any:
+def _api(services: Services) -> PrefectApi:
     from rl360.commands.prefect_api import PrefectApi
 
     return PrefectApi(services.prefect_api_url, services.prefect_ui_url)
 
 
-def _run_of(parameters: dict[str, Any]) -> str:
-    config = parameters.get("config")
-    return str(config.get("run", "")) if isinstance(config, dict) else ""
-
-
-def refuse_fewer_steps(config: RunConfig, done: int) -> None:
-    """A run that is asked for fewer steps than it has would end at once as done."""
-    if done > config.steps:
-        raise BadInput(f"run {config.run} has {done} steps and {config.steps} are asked for; give --steps")
+def with_absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
+    """Paths as this directory means them: the flow runs in another one."""
+    for section in ("taskset", "model"):
+        part = fields.get(section)
+        if not isinstance(part, dict) or not isinstance(path := part.get("path"), str):
+            continue
+        if path and not path.startswith("builtin:"):
+            part["path"] = str(Path(path).expanduser().absolute())
+    return fields
 
 
 def changed_config(frozen: RunConfig, changes: dict[str, Any]) -> RunConfig:

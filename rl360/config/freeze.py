@@ -11,21 +11,28 @@ from rl360.store.object_store import ObjectStore
 
 
 def freeze_config(store: ObjectStore, config: RunConfig, *, default_model: str) -> RunConfig:
-    """Write the config of a new run, or check it against the frozen one.
+    """Write the config of a new run, or check it against the frozen one; returns what `settle_config` does."""
+    new = _with_model(config, config.model.path or default_model)
+    if store.put_once(run_config_key(config.run), new.to_json()):
+        return new
+    return settle_config(store, config, default_model=default_model)
 
-    An empty `model.path` means the frozen path, and for a new run `default_model`. Returns the config to work with:
-    frozen fields as frozen, operational fields as given. `BadInput` lists every other difference.
+
+def settle_config(store: ObjectStore, config: RunConfig, *, default_model: str) -> RunConfig:
+    """The config to work with: frozen fields as frozen, operational fields as given.
+
+    An empty `model.path` means the frozen path, and for a new run `default_model`. `BadInput` lists every frozen field
+    that is asked for otherwise.
     """
-    key = run_config_key(config.run)
-    resolved = _with_model(config, config.model.path or default_model)
-    if store.put_once(key, resolved.to_json()):
-        return resolved
+    if not store.exists(run_config_key(config.run)):
+        return _with_model(config, config.model.path or default_model)
     frozen = load_frozen(store, config.run)
     wanted = _with_model(config, config.model.path or frozen.model.path)
     if differences := frozen_differences(frozen, wanted):
         raise BadInput(
-            f"run {config.run} was started under another config ({'; '.join(differences)}); "
-            "resume it with its own config (`rl360 run resume`) or start a run under another name"
+            f"run {config.run} was started under another config ({'; '.join(differences)}); resume it with its own "
+            f"config (`rl360 run resume {config.run}`), go on from its weights under a changed one (`rl360 run fork "
+            f"{config.run} NEW -s FIELD=VALUE`), or start a run under another name"
         )
     return wanted
 

@@ -330,6 +330,7 @@ class Service:
             "incarnation": self.incarnation,
             "pid": os.getpid(),
             "family": self.template.family,
+            "matchers": list(registry.matchers),
             "upstream": self.upstream.url,
             "store": f"{self.store_in.endpoint_url}/{self.store_in.bucket}" if self.store_in else None,
             "routing": [routing.layers, routing.top_k, routing.experts] if routing else None,
