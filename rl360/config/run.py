@@ -153,7 +153,8 @@ class DeadlinesConfig(_Section):
 _NOT_WIRED = {
     "gae": "gae needs a critic, and the trainer trains none; rl360.objective.gae has the formula",
 }
-_KL_FIELDS = {"kl_coef", "kl_estimator", "kl_in", "reference"}
+_KL_FIELDS = ("kl_coef", "kl_estimator", "kl_in", "reference")
+_LATER = frozenset(_KL_FIELDS)  # fields that the first frozen configs do not have
 _KL_IN_REWARD = ("rloo", "reinforce_pp")
 
 
@@ -232,7 +233,7 @@ class ObjectiveConfig(_Section):
         name = given.get("preset") if isinstance(given, dict) else None
         if not isinstance(name, str) or name not in PRESETS:
             return given
-        if cls.model_fields.keys() - given.keys() == _KL_FIELDS:
+        if "kl_coef" not in given and cls.model_fields.keys() - given.keys() <= _LATER:
             return given  # frozen before there was a KL term: the run goes on without one, whatever its recipe says now
         return {**PRESETS[name], **given}
 
@@ -246,7 +247,7 @@ class ObjectiveConfig(_Section):
     @model_validator(mode="after")
     def _sense(self) -> ObjectiveConfig:
         """Refuses what would do nothing, or the same thing twice."""
-        recomputed, low, kl = self.old_policy == "recomputed", self.correction_low, self.kl_coef > 0
+        recomputed, low = self.old_policy == "recomputed", self.correction_low
         off, bounded_below = self.correction == "off", self.correction in ("clip", "mask")
         one = "with one optimizer step a batch the ratio to a recomputed policy is 1"
         default = {name: info.default for name, info in type(self).model_fields.items()}
@@ -287,23 +288,6 @@ class ObjectiveConfig(_Section):
                 f"correction_low {low} is not below correction_high {self.correction_high}",
             ),
             (
-                not kl and any(getattr(self, name) != default[name] for name in _KL_FIELDS),
-                "kl_estimator, kl_in and reference say nothing with kl_coef 0",
-            ),
-            (
-                kl and self.kl_in == "loss" and self.kl_estimator == "k1",
-                "kl_estimator k1 in the loss is no penalty, for the mean of its gradient is 0: take k2, k3 or "
-                "low_variance, or kl_in reward",
-            ),
-            (
-                kl and self.kl_in == "reward" and self.kl_estimator != "k1",
-                f"kl_in reward takes kl_estimator k1: {self.kl_estimator} there has another gradient than the KL",
-            ),
-            (
-                kl and self.kl_in == "reward" and self.estimator not in _KL_IN_REWARD,
-                f"kl_in reward is published for {' and '.join(_KL_IN_REWARD)}; with {self.estimator} use kl_in loss",
-            ),
-            (
                 self.filter_on == "shaped" and not self.format_error_penalty,
                 "filter_on shaped says nothing without format_error_penalty",
             ),
@@ -316,10 +300,29 @@ class ObjectiveConfig(_Section):
                 f"reduction_constant says nothing with reduction {self.reduction}",
             ),
         )
-        for broken, why in rules:
+        for broken, why in (*rules, *self._kl_rules()):
             if broken:
                 raise ValueError(why)
         return self
+
+    def _kl_rules(self) -> tuple[tuple[bool, str], ...]:
+        in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == where for where in ("loss", "reward"))
+        given = [name for name in _KL_FIELDS if getattr(self, name) != type(self).model_fields[name].default]
+        return (
+            (not self.kl_coef and bool(given), f"{', '.join(given)} says nothing with kl_coef 0"),
+            (
+                in_loss and self.kl_estimator == "k1",
+                "kl_estimator k1 in the loss is no penalty, its gradient has mean 0: use k2 or k3, or kl_in reward",
+            ),
+            (
+                in_reward and self.kl_estimator != "k1",
+                f"kl_in reward takes kl_estimator k1: with {self.kl_estimator} the gradient is not that of the KL",
+            ),
+            (
+                in_reward and self.estimator not in _KL_IN_REWARD,
+                f"kl_in reward is published for {' and '.join(_KL_IN_REWARD)}; with {self.estimator} use kl_in loss",
+            ),
+        )
 
 
 class TrainerConfig(_Section):

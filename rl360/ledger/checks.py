@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 WEIGHT_RTOL = 1e-6
 NO_STEP = ("empty", "nonfinite")
 # Means over trained tokens, and the gradient of their loss: absent when there is none.
-TRAIN_FIGURES = ("loss", "grad_norm", "clip_fraction", "tis_mean", "masked_fraction", "mean_abs_dlogp", "entropy")
+TRAIN_FIGURES = (
+    *("loss", "grad_norm", "clip_fraction", "tis_mean", "masked_fraction"),
+    *("mean_abs_dlogp", "entropy", "kl_mean"),
+)
 
 
 class LedgerBroken(Rl360Error):

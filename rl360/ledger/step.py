@@ -99,6 +99,7 @@ class TrainReport:
     masked_fraction: float | None = None
     mean_abs_dlogp: float | None = None
     entropy: float | None = None
+    kl_mean: float | None = None
     weights_digest: str = ""
     batch_digest: str = ""
     seconds: float = 0.0

@@ -5,8 +5,9 @@ the decision's token counts sum to what the attempt sampled. Rules, first match 
 
     no score                                    infra
     a score but no merged sample                prefix_break        (its score still counts for the group)
-    sampled under another version, or with      stale               (same)
-    other parameters than the run's
+    sampled under a version that may not        stale               (same)
+    train, or with other parameters than
+    the run's
     more tokens than `max_seq_len`              over_length         (same)
     replay of routing, and not a row of it      routing_misaligned  (same)
     for every token but the last
@@ -164,11 +165,13 @@ def filter_groups(
     max_seq_len: int,
     loss_constant: float | None = None,
     routing_replay: bool = False,
+    kept_versions: int = 0,
     score_timeouts: bool = False,
 ) -> FilterResult:
     """Decide about every attempt of a step.
 
-    expected_version: the weight version this step samples from; a sample with ids of another one is stale.
+    expected_version: the weight version this step samples from; a sample with ids of another one is stale, but for the
+    `kept_versions` before it, of which the trainer keeps the actors.
     loss_constant: divisor of the reduction `constant`, which the other reductions have no use for.
     routing_replay: the trainer replays routed experts, so a sample without them cannot train.
     score_timeouts: an agent_timeout without a verdict is scored 0 instead of being infrastructure.
@@ -188,13 +191,14 @@ def filter_groups(
     compared = raw if config.filter_on == "raw" else shaped
     reasons = _scope_reasons(compared, list(scope_of.values()), config.disagreement_rtol)
 
+    versions = trainable_versions(expected_version, kept_versions)
     decisions: list[Decision] = []
     totals: Counter[Bucket] = Counter()
     for attempt in ordered:
         name = attempt.attempt_id
         score = score_of[name][1] if name in score_of else None
         reason = Bucket.INFRA if score is None else reasons.get(scope_of[name])
-        own = [_leaf_reason(leaf, expected_version, max_seq_len, routing_replay) for leaf in _leaves(attempt)]
+        own = [_leaf_reason(leaf, versions, max_seq_len, routing_replay) for leaf in _leaves(attempt)]
         decisions.append(_decide(attempt, reason, score, advantage_of.get(name), own))
         totals.update(decisions[-1].tokens)
     weights = token_weights(
@@ -298,9 +302,17 @@ def _leaves(attempt: AttemptRecord) -> tuple[LeafCounts, ...]:
     return attempt.stored.leaves if attempt.stored is not None else ()
 
 
-def _leaf_reason(leaf: LeafCounts, expected_version: str, max_seq_len: int, routing_replay: bool) -> Bucket | None:
+def trainable_versions(version: str, kept: int) -> tuple[str, ...]:
+    """The weight versions whose samples may train in a step at `version`: it, and the `kept` before it."""
+    if not kept:
+        return (version,)
+    run, _, number = version.rpartition(":")
+    return tuple(f"{run}:{each}" for each in range(max(0, int(number) - kept), int(number) + 1))
+
+
+def _leaf_reason(leaf: LeafCounts, versions: Sequence[str], max_seq_len: int, routing_replay: bool) -> Bucket | None:
     """Why this sample cannot train whatever its group does, or None."""
-    if leaf.sampling_differs or any(version != expected_version for version in leaf.versions):
+    if leaf.sampling_differs or any(version not in versions for version in leaf.versions):
         return Bucket.STALE
     if leaf.tokens > max_seq_len:
         return Bucket.OVER_LENGTH

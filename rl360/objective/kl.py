@@ -3,23 +3,43 @@
 With d = log-prob of the policy - log-prob of the reference, for tokens the policy sampled (Schulman, "Approximating KL
 Divergence", 2020, joschu.net/blog/kl-approx.html):
 
-    k1  d                    unbiased, can be negative; its own gradient has mean 0: for the reward, not for the loss
-    k2  d^2 / 2              biased value; its gradient is that of the KL on tokens the policy sampled
-    k3  exp(-d) - 1 + d      unbiased, never negative, low variance; GRPO's, arXiv 2402.03300, section 4.1.1, equation 4
+    k1            d                  unbiased, can be negative
+    k2            d^2 / 2            biased value
+    k3            exp(-d) - 1 + d    unbiased, never negative; GRPO's, arXiv 2402.03300, section 4.1.1, equation 4
+    low_variance  k3 of d moved into [-20, 20], at most 10: what verl calls low_var_kl (core_algos.py, kl_penalty)
+
+What each does as a loss is its own gradient, not the KL's (arXiv 2510.01555; arXiv 2506.09477): on the policy's own
+samples that of k1 has mean 0, that of k2 is the gradient of KL(policy || reference), that of k3 the gradient of
+KL(reference || policy), which agrees to first order in d; low_variance has none where it is bounded. As a reward only
+k1 has the gradient of KL(policy || reference). The config refuses k1 in the loss and the others in the reward.
+
+In the reward (`reward_advantages`), by estimator of the baseline:
+
+    rloo          R = r - coefficient * sum of k1 over the answer, then R - mean(R of the group's others)
+                  RLOO, arXiv 2402.14740, section 2; Ouyang et al., arXiv 2203.02155, equation 2
+    reinforce_pp  A_t = r - coefficient * sum of k1 from t to the answer's end, then (A_t - mean) / std over all
+                  trained tokens of the step: REINFORCE++, arXiv 2501.03262, equations for A, KL(t) and A^norm
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
 from rl360.errors import BadInput
+from rl360.objective.advantages import STD_EPS, attempt_advantages
 from rl360.objective.corrections import Trained
 
-KINDS = ("k1", "k2", "k3")
+KINDS = ("k1", "k2", "k3", "low_variance")
+_D_BOUND, _KL_BOUND = 20.0, 10.0
 
 
 def token_kl(logprobs: torch.Tensor, reference: torch.Tensor, kind: str) -> torch.Tensor:
-    """The estimate of each token, in the shape given. Nothing is clamped: what overflows is not finite."""
+    """The estimate of each token, in the shape given. But for `low_variance` nothing is bounded, and in all of them
+    what is not finite stays so."""
     d = logprobs - reference
     if kind == "k1":
         return d
@@ -27,6 +47,10 @@ def token_kl(logprobs: torch.Tensor, reference: torch.Tensor, kind: str) -> torc
         return 0.5 * d * d
     if kind == "k3":
         return torch.exp(-d) - 1.0 + d
+    if kind == "low_variance":
+        near = torch.where(d.isfinite(), d.clamp(-_D_BOUND, _D_BOUND), d)
+        estimate = torch.exp(-near) - 1.0 + near
+        return torch.where(d.isfinite(), estimate.clamp(max=_KL_BOUND), estimate)
     raise BadInput(f"KL estimator {kind!r} is none of {', '.join(KINDS)}")
 
 
@@ -38,34 +62,81 @@ def kl_loss(
     *,
     coefficient: float,
     kind: str = "k3",
-) -> torch.Tensor:
-    """Sum over trained tokens of weight * coefficient * KL: a term to add to the policy's loss.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sums over trained tokens: of weight * coefficient * KL, a term to add to the policy's loss, and of the KL
+    alone, without gradient.
 
     All `[rows, width]`, as in `losses.policy_loss`. With coefficient 0 no reference is needed and none is read.
     """
     if coefficient == 0:
-        return logprobs.new_zeros(())
+        return logprobs.new_zeros(()), logprobs.new_zeros(())
     if reference is None:
         raise BadInput(f"a KL term of coefficient {coefficient} needs the reference policy's log-probs")
     trained = Trained(mask.bool())
     new = trained.pick(logprobs)
     kl = token_kl(new, trained.pick(reference).to(new.dtype), kind)
-    return coefficient * (trained.pick(weights).to(new.dtype) * kl).sum()
+    return coefficient * (trained.pick(weights).to(new.dtype) * kl).sum(), kl.detach().sum()
 
 
-def rewards_with_kl(
-    rewards: torch.Tensor,
-    logprobs: torch.Tensor,
-    reference: torch.Tensor | None,
-    mask: torch.Tensor,
+@dataclass(frozen=True)
+class RowKl:
+    """The k1 of one sample: `total` over its trained tokens; over the sums from each of them to the end, their number,
+    sum and sum of squares. float64: what ranks tell each other of their samples."""
+
+    total: float
+    tokens: int
+    ahead: float
+    ahead_squares: float
+
+
+def kl_ahead(kl: np.ndarray, mask: np.ndarray) -> tuple[RowKl, np.ndarray]:
+    """Of one sample, kl and mask `[width]`: the summary, and at each column the sum of `kl` over the trained tokens
+    from there on, float64 `[width]`. Nothing under mask 0 is read."""
+    trained = mask.astype(bool)
+    ahead = np.cumsum(np.where(trained, kl, 0.0).astype(np.float64)[::-1])[::-1]
+    at = ahead[trained]
+    return RowKl(float(ahead[0]), int(at.size), float(at.sum()), float(at @ at)), ahead
+
+
+def reward_advantages(
+    estimator: str,
     coefficient: float,
-) -> torch.Tensor:
-    """Rewards `[rows]` less coefficient * the k1 estimate summed over each row's trained tokens: the penalty of a whole
-    answer (RLOO, arXiv 2402.14740; Ouyang et al., arXiv 2203.02155, equation 2). `masked_gae` takes it by token."""
-    if coefficient == 0:
-        return rewards
-    if reference is None:
-        raise BadInput(f"a KL penalty of coefficient {coefficient} needs the reference policy's log-probs")
-    trained = Trained(mask.bool())
-    kl = token_kl(trained.pick(logprobs.detach()), trained.pick(reference.detach()), "k1")
-    return rewards - coefficient * trained.row_sums(kl)
+    rows: Sequence[RowKl],
+    *,
+    attempt_ids: Sequence[str],
+    group_ids: Sequence[str],
+    scores: Sequence[float],
+    advantages: Sequence[float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of a step's rows (its samples that train, all of them, in order): `base` and `slope`, float64 `[rows]`, with
+    which the advantage of a token of row i is base[i] + slope[i] * (sum of k1 from the token to the row's end).
+
+    advantages: without the KL, as the filter gave them; scores: they come from. An attempt's KL is that of all its
+    rows. A group's baseline of the KL is of its attempts that train: of others nothing is computed.
+    """
+    score = np.asarray(scores, np.float64)
+    if estimator == "rloo":
+        attempts = sorted(set(attempt_ids))
+        group_of = dict(zip(attempt_ids, group_ids, strict=True))
+        total = dict.fromkeys(attempts, 0.0)
+        for name, row in zip(attempt_ids, rows, strict=True):
+            total[name] -= coefficient * row.total
+        penalties = np.array([total[name] for name in attempts])
+        # sums may be infinite here, which the estimator refuses and the trainer's own check then books
+        if not np.isfinite(penalties).all():
+            return np.full(len(rows), np.nan), np.zeros(len(rows))
+        moved = attempt_advantages(penalties, [group_of[name] for name in attempts], attempts, estimator=estimator)
+        by_attempt = dict(zip(attempts, moved, strict=True))
+        return np.asarray(advantages) + np.array([by_attempt[name] for name in attempt_ids]), np.zeros(len(rows))
+    if estimator != "reinforce_pp":
+        raise BadInput(f"KL in the reward is not defined here for estimator {estimator!r}")
+    n, ahead, squares = (
+        np.array([getattr(row, name) for row in rows], np.float64) for name in ("tokens", "ahead", "ahead_squares")
+    )
+    count = n.sum()
+    mean = (n * score - coefficient * ahead).sum() / count
+    # around the mean score, so that the squares lose nothing to a large one
+    s = score - mean
+    square = (n * s * s - 2 * coefficient * s * ahead + coefficient**2 * squares).sum() / count
+    scale = np.sqrt(max(square, 0.0)) + STD_EPS
+    return s / scale, np.full(len(rows), -coefficient / scale)

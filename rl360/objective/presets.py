@@ -15,7 +15,8 @@ _AGAINST_ROLLOUT: dict[str, Any] = {"old_policy": "rollout", "correction": "off"
 
 PRESETS: dict[str, dict[str, Any]] = {
     "rl360": {},
-    "grpo": {**_PLAIN, "normalize_std": True, "reduction": "sample_mean"},
+    # the KL's estimator k3 is the default; its coefficient: section 4.2 of the paper
+    "grpo": {**_PLAIN, "normalize_std": True, "reduction": "sample_mean", "kl_coef": 0.04},
     "dr_grpo": {**_PLAIN, "reduction": "constant"},
     "dapo": {"normalize_std": True, "correction": "off"},
     "rloo": {**_PLAIN, "estimator": "rloo", "reduction": "constant"},

@@ -7,37 +7,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import orjson
 import torch
 
 from rl360.config.freeze import load_frozen
-from rl360.config.run import RunConfig
 from rl360.config.services import load_services
 from rl360.errors import BadInput, Rl360Error
+from rl360.replay.steps import Scratch
 from rl360.store.layout import run_config_key
 from rl360.store.object_store import ObjectStore
-from rl360.training import checkpoints
+from rl360.training.actors import rebuilt_from
 from rl360.training.megatron import parallel
 from rl360.training.megatron.model import Layout
 from rl360.training.replica import OpenRun, Replica, TrainStep
 from rl360.training.results import TrainResult, read_result
-
-
-def start_of(
-    store: ObjectStore, config: RunConfig, step: int
-) -> tuple[checkpoints.CheckpointManifest | None, tuple[TrainResult, ...]]:
-    """The newest checkpoint before `step`, and the recorded steps between the two."""
-    run = config.run
-    saved = checkpoints.latest(store, run, step - 1) or checkpoints.start_of_fork(store, config)
-    between = []
-    for earlier in range(saved.next_step if saved else 0, step):
-        recorded = read_result(store, run, earlier)
-        if recorded is None:
-            raise BadInput(f"step {earlier} of {run} has no result; step {step} cannot follow it")
-        between.append(recorded)
-    return saved, tuple(between)
 
 
 def take(store: ObjectStore, replica: Replica, model_dir: str, run: str, step: int) -> TrainResult:
@@ -46,9 +31,11 @@ def take(store: ObjectStore, replica: Replica, model_dir: str, run: str, step: i
     if recorded is None:
         raise BadInput(f"step {step} of {run} has no result to compare with")
     config = load_frozen(store, run)
-    saved, between = start_of(store, config, step)
+    saved, taken = rebuilt_from(store, config, step)
+    if [each.step for each in taken[-1:]] != [step]:
+        raise BadInput(f"a step before {step} of {run} has no result; step {step} cannot follow it")
     frozen = store.get_required(run_config_key(run))
-    replica.execute(OpenRun(run, frozen, config.model.path or model_dir, saved, between))
+    replica.execute(OpenRun(run, frozen, config.model.path or model_dir, saved, taken[:-1]))
     return cast(TrainResult, replica.execute(TrainStep(step, recorded.batch_key, recorded.batch_digest)))
 
 
@@ -67,7 +54,8 @@ def main() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     parallel.enter(layout)
     try:
-        result = take(store, Replica(store, layout, "replay"), services.model_dir, options.run, options.step)
+        replica = Replica(cast(Any, Scratch(store)), layout, "replay")
+        result = take(store, replica, services.model_dir, options.run, options.step)
         answer: dict[str, object] = {"result": result.model_dump(mode="json")}
     except Rl360Error as error:
         answer = {"refused": str(error)}

@@ -57,5 +57,15 @@ def manifest_key(run: str, step: int, task: str) -> str:
     return step_key(run, step, f"manifests/{task}.json")
 
 
+def actor_prefix(run: str, version: int | None = None) -> str:
+    """The kept weights of a version; of all of them, without one."""
+    return f"{check_run(run)}/actors/" + ("" if version is None else f"{version:06}/")
+
+
+def reference_key(run: str) -> str:
+    """What the run's reference policy must hash to."""
+    return f"{check_run(run)}/reference.json"
+
+
 def checkpoint_prefix(run: str, step: int) -> str:
     return f"{check_run(run)}/checkpoints/{step:06}/"

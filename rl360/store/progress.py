@@ -28,6 +28,19 @@ def next_step(store: ObjectStore, run: str) -> int:
     return 0
 
 
+def refuse_nonfinite(store: ObjectStore, run: str, step: int, limit: int) -> None:
+    """`BadInput` when the `limit` steps right before `step` all trained on nothing finite: one more would be the same,
+    at the price of its sampling."""
+    earlier = range(max(0, step - limit), step)
+    found = [read_manifest(store, run, each, "train") for each in reversed(earlier)]
+    if len(found) == limit and all(each is not None and each.info.get("status") == "nonfinite" for each in found):
+        raise BadInput(
+            f"run {run}: loss or gradient of steps {earlier[0]} to {earlier[-1]} was not finite, they changed nothing; a "
+            f"run stops after {limit} in a row (trainer.max_nonfinite_steps). Raise that to go on as it is, or fork the "
+            "run with another objective or learning rate"
+        )
+
+
 def weight_version(store: ObjectStore, run: str, step: int) -> str:
     """The version `step` samples from: `run:k` with k optimizer steps applied before it.
 

@@ -18,8 +18,6 @@ from rl360.store.layout import checkpoint_prefix
 from rl360.store.manifest import ObjectRef, get_object, put_object
 from rl360.store.object_store import ObjectStore
 from rl360.training.saved import CheckpointManifest, manifest_key, read_manifest
-from rl360.training.saved import latest as latest
-from rl360.training.saved import start_of_fork as start_of_fork
 
 TensorSets = dict[str, dict[str, torch.Tensor]]  # "weights", "exp_avg", "exp_avg_sq", "rng" -> name -> tensor
 
@@ -42,10 +40,11 @@ def write(store: ObjectStore, manifest: CheckpointManifest, sets: TensorSets) ->
 
 def read_tensors(store: ObjectStore, manifest: CheckpointManifest) -> TensorSets:
     """All tensors of a checkpoint; an object that does not match its digest is refused by name."""
-    return {name: _load(get_object(store, ref), ref.key) for name, ref in manifest.objects.items()}
+    return {name: load_tensors(get_object(store, ref), ref.key) for name, ref in manifest.objects.items()}
 
 
-def _load(data: bytes, key: str) -> dict[str, torch.Tensor]:
+def load_tensors(data: bytes, key: str) -> dict[str, torch.Tensor]:
+    """Tensors by name from the bytes of a safetensors object; `CorruptObject` naming `key` for anything else."""
     try:
         return load(data)
     except SafetensorError as error:

@@ -21,6 +21,7 @@ from rl360.errors import BadInput, Rl360Error, StoreUnavailable
 from rl360.store.folders import upload_folder
 from rl360.store.layout import run_config_key, step_key
 from rl360.training import checkpoints
+from rl360.training.actors import rebuilt_from
 from rl360.training.replica import (
     Command,
     GatherWeights,
@@ -121,14 +122,9 @@ class Director:
             return at
         self.pending = None
         self._cast = None
-        saved = checkpoints.latest(self.store, run) or checkpoints.start_of_fork(self.store, config)
-        committed: list[TrainResult] = []
-        step = saved.next_step if saved else 0
-        while (found := read_result(self.store, run, step)) is not None:
-            committed.append(found)
-            step += 1
+        saved, committed = rebuilt_from(self.store, config)
         model_dir = config.model.path or self.services.model_dir
-        opened: Position = self.everyone(OpenRun(run, data, model_dir, saved, tuple(committed)))
+        opened: Position = self.everyone(OpenRun(run, data, model_dir, saved, committed))
         return opened
 
     def _still_true(self, at: Position, config: RunConfig) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl360.objective.kl import kl_loss
 from rl360.objective.losses import policy_loss
 
 if TYPE_CHECKING:
@@ -17,25 +18,53 @@ def supervised_sums(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Device
     """Negative log-likelihood of the masked tokens."""
     trained = batch.mask.bool()
     zero = logprobs.new_zeros(())
-    picked = logprobs[trained]
-    return [-picked.sum(), zero + picked.numel(), zero, zero, zero, zero, entropy.detach()[trained].sum()]
+    tokens, samples = _counts(batch)
+    spread = entropy.detach()[trained].sum()
+    return [-logprobs[trained].sum(), tokens, tokens, samples, zero, zero, zero, zero, spread, zero]
 
 
-def policy_sums(config: ObjectiveConfig) -> LossSums:
-    """The run's objective (rl360.objective.losses)."""
+def _counts(batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and samples under the mask: counted where the loss is computed, so that the books compare two counts."""
+    return batch.mask.bool().sum(), batch.mask.any(-1).sum()
+
+
+def policy_sums(config: ObjectiveConfig, version: int = 0) -> LossSums:
+    """The run's objective (rl360.objective.losses, .kl). version: of the weights under training, whose own log-probs
+    are the old ones of tokens they sampled themselves."""
 
     def sums(logprobs: torch.Tensor, entropy: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:
+        old = None
+        if batch.old is not None:
+            assert batch.versions is not None
+            old = torch.where(batch.versions == version, logprobs.detach(), batch.old)
         parts = policy_loss(
-            logprobs, batch.logprobs, batch.advantages, batch.mask, config, weights=batch.weights, entropy=entropy
+            logprobs,
+            batch.logprobs,
+            batch.advantages,
+            batch.mask,
+            config,
+            weights=batch.weights,
+            entropy=entropy,
+            logprobs_old=old,
+        )
+        term, kl = kl_loss(
+            logprobs,
+            batch.reference,
+            batch.mask,
+            batch.weights,
+            coefficient=config.kl_coef,
+            kind=config.kl_estimator,
         )
         return [
-            parts.loss_sum,
+            parts.loss_sum + term if config.kl_in == "loss" else parts.loss_sum,
             parts.weight_sum,
+            *_counts(batch),
             parts.clipped_sum,
             parts.importance_sum,
             parts.masked_sum,
             parts.abs_dlogp_sum,
             parts.entropy_sum,
+            kl,
         ]
 
     return sums

@@ -22,6 +22,7 @@ class TrainSequence:
 
     weight: of each of its trained tokens in the loss, relative to those of others.
     routing: experts to replay, uint8 or uint16 [T - 1, layers, top_k]; None leaves the choice to the model.
+    versions: int32 [T], of the weights that sampled each token under the mask, -1 elsewhere; None when nobody asks.
     """
 
     tokens: np.ndarray
@@ -31,6 +32,7 @@ class TrainSequence:
     name: str = ""
     weight: float = 1.0
     routing: np.ndarray | None = None
+    versions: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         name, length = self.name or "sample", len(self.tokens)
@@ -51,6 +53,8 @@ class MicroBatch:
     inputs, targets int64 [rows, width]; mask uint8, logprobs, advantages and weights float32 [rows, width].
     indices: the sample in each row; empty for a micro-batch that only keeps ranks in step.
     routing: experts to replay [rows, width, layers, top_k], as narrow as the samples hold them; None: the model's own.
+    versions: of the weights that sampled each target, int32 [rows, width], -1 where none did.
+    old, reference: log-probs under kept earlier weights and under the reference policy, float32 [rows, width].
     values, returns: of a critic before the step, and what it learns, float32 [rows, width]; None without one.
     """
 
@@ -62,6 +66,9 @@ class MicroBatch:
     advantages: np.ndarray
     weights: np.ndarray
     routing: np.ndarray | None = None
+    versions: np.ndarray | None = None
+    old: np.ndarray | None = None
+    reference: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
 
@@ -116,6 +123,7 @@ def build(
     tokens = np.full((rows, width + 1), PAD_ID, np.int64)
     mask = np.zeros((rows, width), np.uint8)
     logprobs, advantages, weights = (np.zeros((rows, width), np.float32) for _ in range(3))
+    versions = np.full((rows, width), -1, np.int32)
     for row, index in enumerate(indices):
         sample = samples[index]
         length = len(sample.tokens)
@@ -124,8 +132,10 @@ def build(
         advantages[row], weights[row] = sample.advantage, sample.weight
         if sample.logprobs is not None:
             logprobs[row, : length - 1] = sample.logprobs[1:]
+        if sample.versions is not None:
+            versions[row, : length - 1] = sample.versions[1:]
     routing = _routing([samples[index] for index in indices], width)
-    return MicroBatch(indices, tokens[:, :-1], tokens[:, 1:], mask, logprobs, advantages, weights, routing)
+    return MicroBatch(indices, tokens[:, :-1], tokens[:, 1:], mask, logprobs, advantages, weights, routing, versions)
 
 
 def _routing(samples: Sequence[TrainSequence], width: int) -> np.ndarray | None:

@@ -26,6 +26,7 @@ from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch
 from rl360.training.results import Batch, StepStatus, TrainResult, parse_batch, read_samples
 
+
 @dataclass(frozen=True)
 class OpenRun:
     """Restore `checkpoint` (None: the starting policy), then replay `committed`, which follow it without a gap."""

@@ -61,6 +61,8 @@ class TrainResult(BaseModel):
     masked_fraction: float | None = None
     mean_abs_dlogp: float | None = None
     entropy: float | None = None
+    kl_mean: float | None = Field(None, description="of the KL's estimate to the reference; null without one")
+    actors_used: tuple[int, ...] = Field((), description="earlier versions whose kept actors gave old log-probs")
     weights_digest: str
     seconds: float
     batch_key: str
@@ -99,6 +101,7 @@ class Batch:
     """A step's rows, checked; the samples themselves are not read yet."""
 
     rows: tuple[TrainRow, ...]
+    scores: tuple[float, ...] = ()  # by row, of its attempt; () when the batch does not say
 
     @property
     def trained_tokens(self) -> int:
@@ -127,7 +130,9 @@ def parse_batch(data: bytes, key: str, digest: str, run: str, step: int) -> Batc
         if (row.attempt_id, row.leaf) in seen:
             raise CorruptObject(key, f"sample {_name(row)} appears twice; a sample is trained at most once")
         seen.add((row.attempt_id, row.leaf))
-    return Batch(rows)
+    scores = {each.get("attempt_id"): each.get("score") for each in wire.get("decisions") or ()}
+    found = tuple(scores.get(row.attempt_id) for row in rows)
+    return Batch(rows, found if all(isinstance(score, float) for score in found) else ())
 
 
 def _row(wire: Any, index: int, key: str) -> TrainRow:
@@ -155,11 +160,16 @@ def _name(row: TrainRow) -> str:
 
 
 def read_samples(
-    store: ObjectStore, rows: Sequence[TrainRow], vocab: int, replay: RoutingShape | None = None
+    store: ObjectStore,
+    rows: Sequence[TrainRow],
+    vocab: int,
+    replay: RoutingShape | None = None,
+    versions: Sequence[str] = (),
 ) -> list[TrainSequence]:
     """The samples of `rows`, in their order. Each object is read once; one that is not what its rows say is refused.
 
     replay: routing of this shape is read too, and a sample without it refused; None leaves routing aside.
+    versions: the version of each token is read too, and must be one of these; () leaves them aside.
     """
     wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -171,14 +181,16 @@ def read_samples(
         if sha256_hex(data) != digest:
             raise CorruptObject(key, f"has sha256 {sha256_hex(data)[:16]}, the batch asks for {digest[:16]}")
         samples = decode_samples(data, key)
-        return [(index, _sequence(samples, rows[index], vocab, replay)) for index in wanted[where]]
+        return [(index, _sequence(samples, rows[index], vocab, replay, versions)) for index in wanted[where]]
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="samples") as readers:
         found = dict(pair for pairs in readers.map(read, wanted) for pair in pairs)
     return [found[index] for index in range(len(rows))]
 
 
-def _sequence(samples: Sequence[MergedSample], row: TrainRow, vocab: int, replay: RoutingShape | None) -> TrainSequence:
+def _sequence(
+    samples: Sequence[MergedSample], row: TrainRow, vocab: int, replay: RoutingShape | None, versions: Sequence[str]
+) -> TrainSequence:
     """What the trainer needs of the row's sample, copied: views would keep the whole object, all its leaves."""
     if row.leaf >= len(samples):
         raise CorruptObject(row.key, f"holds {len(samples)} samples, the batch asks for leaf {row.leaf}")
@@ -195,9 +207,24 @@ def _sequence(samples: Sequence[MergedSample], row: TrainRow, vocab: int, replay
         raise CorruptObject(row.key, f"sample {name}: token id {worst} is outside the vocabulary of {vocab}")
     try:
         routing = None if replay is None else _routing(sample, replay, name)
-        return TrainSequence(tokens, mask, sample.logprobs.copy(), row.advantage, name, routing=routing)
+        sampled_by = _versions(sample, versions, name) if versions else None
+        logprobs = sample.logprobs.copy()
+        return TrainSequence(tokens, mask, logprobs, row.advantage, name, routing=routing, versions=sampled_by)
     except BadInput as error:
         raise CorruptObject(row.key, str(error)) from None
+
+
+def _versions(sample: MergedSample, allowed: Sequence[str], name: str) -> np.ndarray:
+    """The number of the version that sampled each token, int32 [T], -1 where none did."""
+    found = np.full(len(sample.tokens), -1, np.int32)
+    for start, end, version in sample.version_spans:
+        if version not in allowed:
+            raise BadInput(
+                f"sample {name} holds tokens of version {version}; with trainer.kept_versions this step trains those "
+                f"of {', '.join(allowed)}"
+            )
+        found[start:end] = int(version.rpartition(":")[2])
+    return found
 
 
 def _routing(sample: MergedSample, shape: RoutingShape, name: str) -> np.ndarray:

@@ -155,7 +155,7 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
         "rollout": {"wave_size": 1, "wave_interval_s": 1, "max_concurrent": 1, "infra_retries": 2},
         "deadlines": {"queue_s": 1, "setup_s": 1, "collect_s": 1, "slack_s": 16, "client_s": 999, "train_s": 1},
         "judge": {"call_s": 1, "retries": 1},
-        "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0},
+        "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0, "max_nonfinite_steps": 1},
         "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2},
     }
     assert frozen_differences(config, RunConfig.parse(changed)) == []
@@ -182,6 +182,10 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             "reduction_constant": None,  # belongs to another reduction
             "transport": None,
             "old_policy": None,  # belongs to no correction
+            "kept_versions": None,  # belongs to a kept old policy
+            "kl_estimator": None,  # belong to a KL
+            "kl_in": None,
+            "reference": None,
             "pause_mode": "abort",
             "session_mode": "tree",
             "pick": None,  # belongs to trees

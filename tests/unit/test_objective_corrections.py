@@ -12,7 +12,7 @@ import torch
 
 from rl360.errors import BadInput
 from rl360.objective.corrections import Trained, importance_weights, off_policy_masked, vetoed
-from rl360.objective.kl import kl_loss, rewards_with_kl, token_kl
+from rl360.objective.kl import kl_loss, token_kl
 
 TRAINED = Trained(torch.tensor([[True, False, True], [False, True, True]]))
 RATIOS = [2.0, 0.25, 1.0, 1.125]
@@ -123,10 +123,11 @@ def test_kl_estimates_have_the_divergence_as_their_mean() -> None:
 def test_kl_loss_and_its_gradient(kind: str, slope: float) -> None:
     new = f64(math.log(0.5), NAN, -1.0, grad=True)
     reference, mask = f64(math.log(0.25), INF, -1.0), f64(1, 0, 1)
-    loss = kl_loss(new, reference, mask, f64(0.25, NAN, 0.25), coefficient=0.4, kind=kind)
+    loss, total = kl_loss(new, reference, mask, f64(0.25, NAN, 0.25), coefficient=0.4, kind=kind)
     loss.backward()
     value = {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": math.log(2) - 0.5}[kind]
     assert loss.item() == pytest.approx(0.1 * value)
+    assert total.item() == pytest.approx(value) and not total.requires_grad
     assert new.grad is not None
     torch.testing.assert_close(new.grad, f64(0.1 * slope, 0.0, 0.1 if kind == "k1" else 0.0))
 
@@ -137,24 +138,12 @@ def test_kl_gradient_matches_finite_differences(kind: str) -> None:
     new, reference, weights = (-torch.rand(3, 5, dtype=torch.float64, generator=generator) for _ in range(3))
     mask = torch.rand(3, 5, generator=generator) > 0.4
     assert torch.autograd.gradcheck(
-        lambda values: kl_loss(values, reference, mask, weights, coefficient=0.3, kind=kind), (new.requires_grad_(),)
+        lambda values: kl_loss(values, reference, mask, weights, coefficient=0.3, kind=kind)[0], (new.requires_grad_(),)
     )
 
 
 def test_coefficient_zero_needs_no_reference() -> None:
-    new, mask, rewards = f64(-1.0, -2.0), f64(1, 1), f64(0.5)
-    assert kl_loss(new, None, mask, mask, coefficient=0.0).item() == 0
-    assert rewards_with_kl(rewards, new, None, mask, 0.0) is rewards
+    new, mask = f64(-1.0, -2.0), f64(1, 1)
+    assert [each.item() for each in kl_loss(new, None, mask, mask, coefficient=0.0)] == [0, 0]
     with pytest.raises(BadInput, match=r"coefficient 0\.1 needs the reference"):
         kl_loss(new, None, mask, mask, coefficient=0.1)
-    with pytest.raises(BadInput, match=r"coefficient 0\.1 needs the reference"):
-        rewards_with_kl(rewards, new, None, mask, 0.1)
-
-
-def test_rewards_lose_the_kl_of_their_row() -> None:
-    new, reference = (
-        torch.tensor([[-1.0, NAN, -3.0], [INF, -1.0, -1.0]]),
-        torch.tensor([[-1.5, 0, -2.0], [0, -2.0, -1]]),
-    )
-    got = rewards_with_kl(torch.tensor([1.0, 0.5]), new, reference, TRAINED.mask, 0.1)
-    torch.testing.assert_close(got, torch.tensor([1.0 - 0.1 * (0.5 - 1.0), 0.5 - 0.1 * 1.0]))

@@ -30,6 +30,10 @@ def test_the_default_is_todays_objective() -> None:
         "clip_high": 0.28,
         "dual_clip": None,
         "entropy_coef": 0.0,
+        "kl_coef": 0.0,
+        "kl_estimator": "k3",
+        "kl_in": "loss",
+        "reference": "",
         "correction": "truncate",
         "correction_level": "token",
         "correction_low": None,
@@ -67,12 +71,21 @@ def test_given_fields_win() -> None:
     [
         ({"preset": "none"}, "objective.preset: Input should be 'rl360', 'grpo'"),
         ({"estimator": "gae"}, "objective.estimator: gae needs a critic, and the trainer trains none"),
-        ({"old_policy": "kept"}, "objective.old_policy: kept needs a copy of the policy from before the step"),
-        ({"kl_coef": 0.1}, "unknown key objective.kl_coef"),
+        ({"old_policy": "kept"}, "objective.old_policy kept and trainer.kept_versions of 1 or more go together"),
+        ({"kl_coef": -0.1}, "objective.kl_coef: Input should be greater than or equal to 0"),
+        ({"kl_estimator": "k2"}, "kl_estimator says nothing with kl_coef 0"),
+        ({"kl_in": "reward", "reference": "/m"}, "kl_in, reference says nothing with kl_coef 0"),
+        ({"preset": "grpo", "kl_coef": 0, "kl_in": "reward"}, "kl_in says nothing with kl_coef 0"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1 in the loss is no penalty, its gradient has mean 0"),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, "kl_in reward takes kl_estimator k1: with k3 the gradient is not that"),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+            "kl_in reward is published for rloo and reinforce_pp; with grpo use kl_in loss",
+        ),
         ({"old_policy": "rollout"}, "correction truncate with old_policy rollout corrects twice"),
-        ({"loss": "gspo"}, "loss gspo needs old_policy rollout: with one optimizer step a batch"),
-        ({"preset": "cispo", "old_policy": "recomputed"}, "loss cispo needs old_policy rollout"),
-        ({"dual_clip": 3.0}, "dual_clip needs old_policy rollout"),
+        ({"loss": "gspo"}, "loss gspo needs old_policy rollout or kept: with one optimizer step a batch"),
+        ({"preset": "cispo", "old_policy": "recomputed"}, "loss cispo needs old_policy rollout or kept"),
+        ({"dual_clip": 3.0}, "dual_clip needs old_policy rollout or kept"),
         ({"preset": "gspo", "dual_clip": 3.0}, "dual_clip belongs to loss ppo, not gspo"),
         ({"dual_clip": 1.0}, "objective.dual_clip: Input should be greater than 1"),
         ({"preset": "grpo", "correction_high": 3.0}, "say nothing with correction off"),
@@ -95,7 +108,7 @@ def test_refusals_say_why_in_one_line(fields: dict[str, Any], why: str) -> None:
 def test_a_preset_under_a_full_set_of_default_fields_is_refused_not_ignored() -> None:
     """What a form that sends every field makes of a preset picked in it."""
     full = objective().model_dump() | {"preset": "grpo"}
-    with pytest.raises(BadInput, match=r"preset grpo says nothing, .*: leave out clip_high, correction, normalize_std"):
+    with pytest.raises(BadInput, match=r"preset grpo says nothing, .*: leave out clip_high, correction, kl_coef, norm"):
         objective(**full)
     assert objective(**(full | {"clip_high": 0.2})).preset == "grpo", "one field of the recipe makes it one"
 
@@ -104,3 +117,23 @@ def test_the_divisor_of_a_constant_is_what_the_planned_attempts_could_hold() -> 
     planned = {"taskset": {"groups_per_step": 4, "attempts_per_group": 8}, "rollout": {"max_seq_len": 100}}
     assert RunConfig.parse(planned).loss_constant == 3200
     assert RunConfig.parse(planned | {"objective": {"preset": "dr_grpo", "reduction_constant": 7}}).loss_constant == 7
+
+
+def test_a_run_frozen_before_there_was_a_kl_goes_on_without_one() -> None:
+    """The recipe got its KL later: a run that trained without must not find one in its config after an update."""
+    frozen = objective(preset="grpo").model_dump()
+    old = {name: value for name, value in frozen.items() if not name.startswith("kl_") and name != "reference"}
+    assert objective(**old).kl_coef == 0 and objective(**frozen).kl_coef == 0.04
+    assert objective(preset="grpo", clip_high=0.3).kl_coef == 0.04
+
+
+def test_kept_versions_and_a_kept_old_policy_go_together() -> None:
+    kept = {"objective": {"old_policy": "kept"}, "trainer": {"kept_versions": 2}}
+    assert RunConfig.parse(kept).trainer.kept_versions == 2
+    for lacking in ({"trainer": {"kept_versions": 2}}, {"objective": {"old_policy": "kept"}}):
+        with pytest.raises(BadInput, match="go together"):
+            RunConfig.parse(lacking)
+    ratios = {"loss": "gspo", "old_policy": "kept", "correction": "truncate"}
+    assert RunConfig.parse(kept | {"objective": ratios}).objective.loss == "gspo", (
+        "a kept policy leaves a ratio to clip"
+    )

@@ -98,8 +98,10 @@ def test_every_preset_trains_what_it_says(policy: Policy, preset: str) -> None:
     fields = {"preset": preset, "veto": 0.3, "off_policy_delta": 0.05, **wider}
     samples, config = near(policy, 6), ObjectiveConfig.model_validate(fields)
     tokens = [int(s.loss_mask.sum()) for s in samples]
+    config = config.model_copy(update={"kl_coef": 0.0})  # that term: test_training_others
     whole, norm = policy.accumulate(policy.micro_batches(samples, 4096), policy_sums(config), sum(tokens))
     split, split_norm = policy.accumulate(policy.micro_batches(samples, 64), policy_sums(config), sum(tokens))
+    assert (whole["tokens"], whole["samples"]) == (sum(tokens), len(samples))
     assert (
         whole == pytest.approx(split, rel=1e-4, abs=1e-4) and norm == pytest.approx(split_norm, rel=1e-4) and norm > 0
     )

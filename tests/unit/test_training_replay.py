@@ -115,7 +115,7 @@ def sequence(seed: int, length: int) -> TrainSequence:
 
 def likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:
     zero = logprobs.new_zeros(())
-    return [-logprobs[batch.mask.bool()].sum(), *[zero] * 6]
+    return [-logprobs[batch.mask.bool()].sum(), *[zero] * 9]
 
 
 def gradients(policy: Policy, samples: list[TrainSequence], max_tokens: int = 4096) -> tuple[float, Tensors]:

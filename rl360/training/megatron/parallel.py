@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
-from rl360.errors import BadInput
+from rl360.errors import BadInput, Rl360Error
 from rl360.training.megatron import ON_CPU
 from rl360.training.megatron.model import Layout, parallel_state
 
 COLLECTIVE_DEADLINE_S = 600
+T = TypeVar("T")
 
 
 def _start_megatron(layout: Layout, seed: int) -> None:
@@ -57,3 +59,26 @@ def single_process(seed: int = 0) -> Iterator[None]:
         yield
     finally:
         leave()
+
+
+def gathered(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks, on all of them."""
+    values = [value] * torch.distributed.get_world_size()
+    if len(values) > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def together(work: Callable[[], T]) -> T:
+    """Do local work on every rank; when it fails on one, all raise that rank's error."""
+    value: T | None = None
+    error: Rl360Error | None = None
+    try:
+        value = work()
+    except Rl360Error as caught:
+        error = caught
+    for found in gathered(error):
+        if found is not None:
+            raise found
+    assert value is not None
+    return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,11 @@ from rl360.training.megatron.modules import token_logprobs
 from rl360.training.megatron.replay import replaying
 from rl360.training.packing import MicroBatch, TrainSequence, build, plan
 
-METRICS = ("loss", "weight", "clipped", "tis", "masked", "abs_dlogp", "entropy")
+METRICS = ("loss", "weight", "tokens", "samples", "clipped", "tis", "masked", "abs_dlogp", "entropy", "kl")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # (log-probs, entropy, micro-batch on the device) -> sums in the order of `metrics`, the first with gradient
 LossSums = Callable[[torch.Tensor, torch.Tensor, "DeviceBatch"], list[torch.Tensor]]
+Parts = list[torch.Tensor]  # a value for each parameter of this rank, in their order, on the CPU
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class DeviceBatch:
     advantages: torch.Tensor
     weights: torch.Tensor
     routing: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
+    old: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 
@@ -198,15 +203,45 @@ class Policy:
         return dict(zip(self.metrics, total.tolist(), strict=True)), float(self.optimizer.get_grad_norm())
 
     @torch.no_grad()
+    def batch_logprobs(
+        self, batches: Sequence[MicroBatch], temperature: float = 1.0, parts: Parts | None = None
+    ) -> list[np.ndarray | None]:
+        """Log-probs of the targets, float32 [rows, width] a micro-batch: of this policy, or of one of its shape with
+        these `parts`. None on all but the last pipeline stage, where no loss is computed. Collective."""
+        self.model.eval()
+        with self._holding(parts):
+            found = self._run(batches, lambda logprobs, entropy, batch: [logprobs], 1.0, True, temperature)
+        return [values.float().cpu().numpy() for (values,) in found] or [None] * len(batches)
+
+    @contextmanager
+    def _holding(self, parts: Parts | None) -> Iterator[None]:
+        """Within, the parameters are other tensors; afterwards their own again, which nothing has touched."""
+        params = list(self.core.parameters())
+        own = [param.data for param in params]
+        try:
+            for param, part in zip(params, parts or own, strict=True):
+                param.data = part.to(param.device)
+            yield
+        finally:
+            for param, data in zip(params, own, strict=True):
+                param.data = data
+
+    def parts(self, tensors: Mapping[str, torch.Tensor] | None = None) -> Parts:
+        """Copies of this rank's parameters, or its parts of full `tensors` by Hugging Face name."""
+        held = {id(param): param.detach().to("cpu", copy=True) for param in self.core.parameters()}
+        if tensors is not None:
+            hf_map.load_hf(self.core, tensors, self.shape, self.layout, lambda param: held[id(param)])
+        return list(held.values())
+
+    @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainSequence], max_tokens: int) -> list[np.ndarray]:
         """Log-prob of every token but the first, float32 [T - 1] per sample. Data parallel 1, last pipeline stage."""
-        self.model.eval()
         batches = self.micro_batches(samples, max_tokens)
-        found = self._run(batches, lambda logprobs, entropy, batch: [logprobs], 1.0, forward_only=True)
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
-        for batch, (values,) in zip(batches, found, strict=True):
+        for batch, values in zip(batches, self.batch_logprobs(batches), strict=True):
             for row, index in enumerate(batch.indices):
-                out[index] = values[row, : len(samples[index].tokens) - 1].float().cpu().numpy()
+                assert values is not None
+                out[index] = values[row, : len(samples[index].tokens) - 1]
         return out
 
     # -- state --------------------------------------------------------------------------------------------------
