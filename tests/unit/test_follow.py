@@ -41,6 +41,9 @@ def prefect(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[tuple[str, An
             else:
                 self.play(None)
 
+        def do_HEAD(self) -> None:
+            self.answer(404, b"")
+
         def do_POST(self) -> None:
             self.play(json.loads(self.rfile.read(int(self.headers["content-length"]))))
 

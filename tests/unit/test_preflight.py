@@ -1,0 +1,236 @@
+"""What cannot work is refused before there is a flow run, by one line, and nothing of the run is written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rl360.commands.run import forked_config, launch
+from rl360.config.freeze import freeze_config, note_target
+from rl360.config.run import RunConfig
+from rl360.config.services import Services
+from rl360.errors import BadInput
+from rl360.preflight import check_start
+from rl360.store.layout import checkpoint_prefix, run_config_key
+from rl360.store.manifest import Manifest, commit_manifest
+from rl360.training import saved
+from tests.unit.memory_store import MemoryStore
+from tests.unit.test_follow import flow_run, prefect
+from tests.unit.test_follow import services_at as services_of_prefect
+from tests.unit.training_data import write_model
+
+NAMES = ("prefect_api_url", "prefect_ui_url", "s3_endpoint", "gateway_url", "trainer_url")
+SESSIONS = {"matchers": ["strict", "role_content"], "routing": None}
+
+
+@contextmanager
+def server(told: dict[str, Any]) -> Iterator[str]:
+    """Answers every GET with `told`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = json.dumps(told).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}"
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def services_at(model: Path, sessions: str = "http://127.0.0.1:1", engine: str = "http://127.0.0.1:1") -> Services:
+    nowhere = dict.fromkeys(NAMES, "http://127.0.0.1:1")
+    return Services(
+        home="/h", s3_bucket="b", engine_urls=[engine], session_urls=[sessions], sandbox_urls=["http://127.0.0.1:1"],
+        model_dir=str(model), **nowhere,
+    )  # fmt: skip
+
+
+def check(store: MemoryStore, services: Services, **fields: Any) -> RunConfig:
+    return check_start(cast(Any, store), services, RunConfig.parse({"run": "r1", **fields}))
+
+
+def refused(services: Services, words: str, **fields: Any) -> None:
+    store = MemoryStore()
+    with pytest.raises(BadInput, match=words) as error:
+        check(store, services, **fields)
+    assert "\n" not in str(error.value)
+    assert store.objects == {}
+
+
+def test_services_that_do_not_answer_are_not_judged(model: Path) -> None:
+    store = MemoryStore()
+    found = check(store, services_at(model), rollout={"matcher": "agents.echo:same"})
+    assert found.model.path == str(model)
+    assert store.objects == {}
+
+
+def test_a_task_set_that_is_missing_empty_or_broken(model: Path, tmp_path: Path) -> None:
+    services = services_at(model)
+    refused(services, "task set '/no/such' is not a directory", taskset={"path": "/no/such"})
+    refused(services, "holds no task directory", taskset={"path": str(tmp_path)})
+    (tmp_path / "a").mkdir()
+    refused(services, r"task\.toml", taskset={"path": str(tmp_path)})
+
+
+def test_a_model_that_is_missing_dense_or_of_another_shape(model: Path, tmp_path: Path) -> None:
+    services = services_at(model)
+    refused(services, r"model\.path /no/model is no Hugging Face model", model={"path": "/no/model"})
+    refused(services, "routing_replay is on and .* is a dense model", trainer={"routing_replay": True})
+    experts = write_model(tmp_path / "experts", experts=4)
+    refused(services, "has model.layers.0.mlp.*the model the services were started with", model={"path": str(experts)})
+    check(MemoryStore(), services, model={"path": str(write_model(tmp_path / "other-weights", seed=1))})
+
+
+def test_an_engine_with_another_model(model: Path, tmp_path: Path) -> None:
+    experts = write_model(tmp_path / "experts", experts=4)
+    with server({"model_path": str(experts)}) as engine:
+        refused(services_at(model, engine=engine), f"that of engine {engine}, {experts}, has")
+    with server({"model_path": str(model)}) as engine:
+        check(MemoryStore(), services_at(model, engine=engine))
+
+
+def test_what_session_servers_allow(model: Path, tmp_path: Path) -> None:
+    with server(SESSIONS) as sessions:
+        services = services_at(model, sessions)
+        check(MemoryStore(), services, rollout={"matcher": "role_content"})
+        refused(services, r"allows \(strict, role_content\): .*`rl360 up --matcher json:loads` allow it$",
+                rollout={"matcher": "json:loads"})  # fmt: skip
+        refused(
+            services, "there is no module nosuchmodule in this environment", rollout={"matcher": "nosuchmodule.a:b"}
+        )
+        experts = write_model(tmp_path / "experts", experts=4)
+        refused(
+            services_at(experts, sessions),
+            "keeps no routed experts: .*--routed-experts",
+            trainer={"routing_replay": True},
+        )
+    with server(SESSIONS | {"routing": [2, 2, 4]}) as sessions:
+        check(MemoryStore(), services_at(experts, sessions), trainer={"routing_replay": True})
+
+
+def test_a_name_that_is_taken_and_fewer_steps_than_there_are(model: Path) -> None:
+    store, services = MemoryStore(), services_at(model)
+    freeze_config(cast(Any, store), RunConfig(run="r1"), default_model=str(model))
+    check(store, services, steps=99)
+    with pytest.raises(BadInput, match=r"seed: 0 -> 1\).*`rl360 run fork r1 NEW -s FIELD=VALUE`.*another name"):
+        check(store, services, seed=1)
+    for step in range(45):
+        commit_manifest(cast(Any, store), Manifest(run="r1", step=step, task="report"))
+    with pytest.raises(BadInput, match="run r1 has 45 steps and 30 are asked for; give --steps"):
+        check(store, services)
+
+
+def test_no_flow_run_is_made_for_what_is_refused(tmp_path: Path) -> None:
+    with prefect((200, [])) as (url, asked), pytest.raises(BadInput, match="task set '/no/such' is not a directory"):
+        launch(services_of_prefect(tmp_path, url), RunConfig.parse({"taskset": {"path": "/no/such"}}), follow=False)
+    assert [path for path, _ in asked] == ["/flow_runs/filter"]
+
+
+def test_not_followed_is_not_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The flow run's id and address, what it waits for, and how to see how it goes."""
+    ahead = flow_run("RUNNING", parameters={"config": {"run": "other"}})
+    answers = [(200, [ahead]), (404, {}), (404, {}), (200, {"id": "d"}), (200, flow_run("SCHEDULED"))]
+    with prefect(*answers) as (url, asked):
+        launch(services_of_prefect(tmp_path, url), RunConfig(), follow=False)
+    assert asked[-1][0] == "/deployments/d/create_flow_run"
+    told = capsys.readouterr().out
+    for part in ("(1)", f"{url}/runs/flow-run/1", "it waits for demo", "`rl360 run watch demo`", "`rl360 run list`"):
+        assert part in told
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parent(model: Path) -> MemoryStore:
+    """Run r1, asked for 30 steps, with checkpoints after steps 4 and 9."""
+    store = MemoryStore()
+    frozen = freeze_config(cast(Any, store), RunConfig(run="r1", steps=10, seed=7), default_model=str(model))
+    note_target(cast(Any, store), frozen.model_copy(update={"steps": 30}))
+    for step in (4, 9):
+        manifest = saved.CheckpointManifest(
+            run="r1", step=step, next_step=step + 1, version=step, weights_digest=f"{step:064x}", layout="l", objects={}
+        )
+        store.put(checkpoint_prefix("r1", step) + "manifest.json", manifest.model_dump_json().encode())
+    return store
+
+
+def fork(store: MemoryStore, new: str = "f1", from_step: int | None = None, **changes: Any) -> RunConfig:
+    return forked_config(cast(Any, store), "r1", new, from_step, changes)
+
+
+def test_a_fork_has_its_parents_config_but_for_what_is_changed(parent: MemoryStore, model: Path) -> None:
+    config = fork(parent, from_step=8, trainer={"lr": 0.5})
+    assert config.parent is not None
+    assert config.parent.model_dump() == {
+        "run": "r1", "step": 4, "weights_digest": f"{4:064x}", "steps_before": 5, "updates_before": 4,
+    }  # fmt: skip
+    assert (config.run, config.seed, config.trainer.lr, config.model.path) == ("f1", 7, 0.5, str(model))
+    assert config.steps == 25 and fork(parent).steps == 20 and fork(parent, steps=3).steps == 3
+    check_start(cast(Any, parent), services_at(model), config)
+    assert saved.prune(cast(Any, parent), "r1", 1, every=1) == []  # its start stays
+    frozen = freeze_config(cast(Any, parent), config, default_model="/other")
+    assert json.loads(parent.objects[run_config_key("f1")])["parent"]["run"] == "r1"
+    parent.delete(saved.manifest_key("r1", 4))
+    check_start(cast(Any, parent), services_at(model), frozen)  # has begun: it may go on from checkpoints of its own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"from_step": 3}, "run r1 has no checkpoint at or before step 3; it has those after 4, 9"),
+        ({"new": "r1"}, "run r1 is there already; give the fork another name"),
+        ({"run": "x"}, "--set run: the fork's name and parent are not set this way"),
+        ({"parent": {}}, "--set parent: "),
+        ({"trainer": {"rl": 1}}, r"unknown key trainer\.rl"),
+        ({"new": "Bad Name"}, "run name 'Bad Name'"),
+    ],
+)
+def test_a_fork_that_cannot_be(parent: MemoryStore, arguments: dict[str, Any], words: str) -> None:
+    before = dict(parent.objects)
+    with pytest.raises(BadInput, match=words):
+        fork(parent, **arguments)
+    assert parent.objects == before
+
+
+def test_a_fork_at_the_end_needs_steps(parent: MemoryStore) -> None:
+    parent.put("r1/target.json", b'{"steps": 10}')
+    with pytest.raises(BadInput, match="no steps left after step 9; say how many the fork takes: --steps N"):
+        fork(parent)
+    assert fork(parent, steps=4).steps == 4
+
+
+def test_a_fork_of_another_shape_or_with_a_made_up_parent(parent: MemoryStore, model: Path, tmp_path: Path) -> None:
+    experts = write_model(tmp_path / "experts", experts=4)
+    with pytest.raises(BadInput, match=f"that of its parent r1, {model}, has"):
+        check_start(cast(Any, parent), services_at(experts), fork(parent, model={"path": str(experts)}))
+    honest = fork(parent)
+    assert honest.parent is not None
+    forged = honest.model_copy(update={"parent": honest.parent.model_copy(update={"updates_before": 99})})
+    with pytest.raises(BadInput, match="the checkpoint of step 9 of r1 says; use `rl360 run fork r1 f1`"):
+        check_start(cast(Any, parent), services_at(model), forged)
+    assert run_config_key("f1") not in parent.objects
