@@ -15,7 +15,7 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +416,8 @@ class Server:
     port: int
     max_concurrent: int = 4
     queue_limit: int = 64
+    options: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -428,8 +430,8 @@ class Server:
         token.write_text(TOKEN)
         token.chmod(0o600)
         argv = [sys.executable, "-m", "rl360.harbor.server", "--port", str(self.port), "--home", str(self.home)]
-        argv += ["--max-concurrent", str(self.max_concurrent), "--queue-limit", str(self.queue_limit)]
-        env = {**os.environ, "RL360_TOKEN_FILE": str(token)}
+        argv += ["--max-concurrent", str(self.max_concurrent), "--queue-limit", str(self.queue_limit), *self.options]
+        env = {**os.environ, "RL360_TOKEN_FILE": str(token), **self.env}
         log = (self.home / "log").open("ab")
         self.process = subprocess.Popen(argv, env=env, cwd=REPOSITORY, stdout=log, stderr=log)
         log.close()
