@@ -32,9 +32,9 @@ def sessions(
     count: Annotated[int, typer.Option(min=1, help="Trajectories of the collection row.")] = 8192,
     shard: Annotated[int, typer.Option(min=1, help="Trajectories written before they are checked and deleted.")] = 256,
 ) -> None:
-    """Sessions, merging and collection on synthetic trajectories of 61 turns and 58K tokens. Exit 1 when a row misses.
+    """Sessions, merging and collection on synthetic trajectories of 61 turns and 58K tokens.
 
-    Example: rl360 bench sessions --json
+    Exit 1 when a row misses.
     """
     from rl360.bench.rows import Options
     from rl360.bench.sessions import chosen, measure
@@ -48,10 +48,7 @@ def objective(
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
-    """Advantages, packing and the trainer's step beside their plain versions. Exit 1 when a row misses.
-
-    Example: rl360 bench objective --json
-    """
+    """Advantages, packing and the trainer's step beside their plain versions. Exit 1 when a row misses."""
     from rl360.bench.objective import chosen, measure
     from rl360.bench.rows import Options
 

@@ -27,7 +27,9 @@ def demo(
 ) -> None:
     """Make a starting policy (once), bring the services up, run RL and write the report.
 
-    A demo of the same seed that was stopped on the way is resumed. Example: rl360 demo --steps 30 --seed 0
+    A demo of the same seed that was stopped on the way is resumed.
+
+    Example: rl360 demo --steps 30 --seed 0
     """
     from rl360.commands.report import write_report
     from rl360.commands.run import launch

@@ -112,7 +112,7 @@ def fork(
     fields: SetOption = None,
     follow: FollowOption = True,
 ) -> None:
-    """Start a new run from another's checkpoint, under its config with any field changed.
+    """Start a new run from another's checkpoint, with fields changed.
 
     Weights, Adam's moments and its count of steps go on, as does the order of tasks. Steps count from 0 again.
     """
@@ -151,9 +151,10 @@ def forked_config(store: ObjectStore, run: str, new: str, from_step: int | None,
 
 @app.command("list", epilog="Example: rl360 run list --json")
 def list_(json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
-    """List the runs, oldest first: steps done, state, and where it is or why it failed.
+    """List the runs: steps done, state, why it failed.
 
-    States: new, waiting (for a worker), running, failed, cancelled, stopped (nothing at work, steps left) and done.
+    Oldest first. States: new, waiting (for a worker), running, failed, cancelled, stopped (nothing at work, steps left)
+    and done.
     """
     from rl360.commands.states import list_states
     from rl360.store.object_store import ObjectStore
@@ -216,7 +217,10 @@ def export(
     target: Annotated[str, typer.Argument(help="New directory on the trainer's machine, or s3://bucket/prefix.")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
-    """Write a run's newest policy as a Hugging Face directory, which SGLang and transformers load."""
+    """Write a run's newest policy as a Hugging Face directory.
+
+    SGLang and transformers load it.
+    """
     import asyncio
 
     import httpx

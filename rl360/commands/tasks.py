@@ -19,7 +19,7 @@ from rl360.errors import BadInput
 def register(app: typer.Typer) -> None:
     """Add `rl360 tasks` to the program."""
     tasks = typer.Typer(help="Harbor task directories.", no_args_is_help=True)
-    tasks.command("check", epilog="Example: rl360 tasks check tasks/exercism --concurrency 2 --json")(check)
+    tasks.command("check", epilog="Example: rl360 tasks check rl360/tasksets/chores_tasks --json")(check)
     app.add_typer(tasks, name="tasks")
 
 
