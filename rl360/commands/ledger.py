@@ -2,170 +2,193 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
 import typer
 
-from rl360.report.numbers import DASH, fixed, percent
-
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from rl360.ledger.checks import Check
+    from rl360.ledger.step import StepLedger
 
-Step = Mapping[str, Any]
-_STYLE: dict[str, Any] = {"title_justify": "left", "header_style": "bold", "box": None, "padding": (0, 0, 0, 1)}
+_LISTED = 40
+EXAMPLES = (
+    "Examples:",
+    "rl360 ledger demo --step 3",
+    "rl360 ledger demo --attempt s000003-g001-a02",
+    "rl360 ledger demo --why dropped --groups",
+    "rl360 ledger demo --why no_engine --json",
+    "rl360 ledger demo --waste --price-gpu-hour 2.5 --gpus 8 --price-sandbox-hour 0.05",
+    "rl360 ledger demo --export demo-ledger",
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add `rl360 ledger` to the command line."""
-    app.command("ledger")(ledger)
+    app.command("ledger", epilog="\n\n".join(EXAMPLES))(ledger)
 
 
 def ledger(
     run: Annotated[str, typer.Argument(help="Name of the run.")],
     step: Annotated[int | None, typer.Option(min=0, help="One step only, with its sums in full.")] = None,
+    attempt: Annotated[
+        str | None, typer.Option(metavar="ID", help="The whole life of one attempt; without -tN, of all its tries.")
+    ] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="List what was kept, dropped, infra, or ended in any bucket or outcome."),
+    ] = None,
+    groups: Annotated[bool, typer.Option("--groups", help="With --why: a row a group, not a row an attempt.")] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=0, help=f"With --why: rows to list, 0 for all. Default: {_LISTED}; all with --json."),
+    ] = None,
+    waste: Annotated[
+        bool, typer.Option("--waste", help="Seconds and tokens by class, bucket and outcome; cost when priced.")
+    ] = False,
+    price_gpu_hour: Annotated[float | None, typer.Option(help="With --waste: price of an hour of one GPU.")] = None,
+    price_sandbox_hour: Annotated[float | None, typer.Option(help="With --waste: of an hour of one sandbox.")] = None,
+    gpus: Annotated[float | None, typer.Option(help="With --waste: GPUs that the run holds (default 1).")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="With --waste: TOML or JSON file of gpu_hour, sandbox_hour and gpus.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write tables that DuckDB reads: JSON lines and views.sql.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Where every attempt and every sampled token of a run went. Exits 1 when a sum does not hold.
+    """Where every attempt and every sampled token of a run went. Exits 1 when a sum does not hold."""
+    from rl360.errors import BadInput
 
-    Example: rl360 ledger demo --step 3
-    """
+    chosen = [
+        f"--{name}"
+        for name, given in (("attempt", attempt), ("why", why), ("waste", waste), ("export", export))
+        if given
+    ]
+    if len(chosen) > 1:
+        raise BadInput(f"{' and '.join(chosen)} are different questions; ask one at a time")
+    priced = {"gpu_hour": price_gpu_hour, "sandbox_hour": price_sandbox_hour, "gpus": gpus}
+    if not waste and (prices is not None or any(value is not None for value in priced.values())):
+        raise BadInput("prices belong to --waste")
+    if why is None and (groups or limit is not None):
+        raise BadInput("--groups and --limit belong to --why")
+    if attempt is not None:
+        _show_attempt(run, attempt, step, json)
+    elif why is not None:
+        _show_why(run, step, why, groups, limit, json)
+    elif waste:
+        _show_waste(run, step, prices, priced, json)
+    elif export is not None:
+        _export(run, step, export, json)
+    else:
+        _show(run, step, json)
+
+
+class _Books:
+    """The ledgers asked for, one at a time; their checks stay, so that a command can say at its end what is broken."""
+
+    def __init__(self, run: str, step: int | None) -> None:
+        from rl360.config.services import load_services
+        from rl360.ledger.read import iter_run, read_step
+        from rl360.store.object_store import ObjectStore
+
+        self.run = run
+        store = ObjectStore.from_services(load_services())
+        self._ledgers: Iterable[StepLedger] = iter_run(store, run) if step is None else [read_step(store, run, step)]
+        self.checked: dict[int, list[Check]] = {}
+
+    def __iter__(self) -> Iterator[StepLedger]:
+        from rl360.ledger.checks import audit_run
+
+        for book, checks in audit_run(self._ledgers):
+            self.checked[book.step] = checks
+            yield book
+
+    def refuse_broken(self) -> None:
+        """Name every sum that does not hold and leave with 1."""
+        broken = [(step, check) for step, checks in self.checked.items() for check in checks if not check.holds]
+        for step, check in broken:
+            typer.echo(f"rl360: {self.run} step {step}: {check.name}: {check.line()}", err=True)
+        if broken:
+            raise typer.Exit(1)
+
+
+def _echo_json(value: Any) -> None:
+    import orjson
+
+    typer.echo(orjson.dumps(value).decode())
+
+
+def _show(run: str, step: int | None, json: bool) -> None:
+    from rl360.commands.ledger_tables import print_ledgers
+    from rl360.ledger.metrics import step_json
+
+    books = _Books(run, step)
+    steps = [step_json(book) for book in books]
+    if json:
+        _echo_json({"run": run, "steps": steps})
+    else:
+        print_ledgers(run, steps, books.checked, in_full=step is not None)
+    books.refuse_broken()
+
+
+def _show_attempt(run: str, attempt: str, step: int | None, json: bool) -> None:
+    from rl360.commands.ledger_page import page
     from rl360.config.services import load_services
     from rl360.errors import BadInput
-    from rl360.ledger.checks import audit_run
-    from rl360.ledger.metrics import step_json
-    from rl360.ledger.read import iter_run
+    from rl360.harbor.verdict import run_key
+    from rl360.report.attempt import Told, attempt_life
     from rl360.store.object_store import ObjectStore
 
-    steps, checked = [], {}
-    for book, checks in audit_run(iter_run(ObjectStore.from_services(load_services()), run)):
-        if step is None or book.step == step:
-            steps.append(step_json(book))
-        checked[book.step] = checks
-    if step is not None:
-        if step not in checked:
-            known = f"ledgers exist for steps {min(checked)} to {max(checked)}" if checked else "no step has one yet"
-            raise BadInput(f"run {run} has no ledger for step {step}; {known}")
-        checked = {step: checked[step]}
+    services = load_services()
+    told = Told(run_key(services.secrets().token, run), services.session_urls)
+    life = attempt_life(ObjectStore.from_services(services), run, attempt, told)
+    if step is not None and step != life["step"]:
+        raise BadInput(f"attempt {attempt} is of step {life['step']}, not of step {step}; leave --step out")
     if json:
-        typer.echo(orjson.dumps({"run": run, "steps": steps}).decode())
+        _echo_json(life)
     else:
-        print_ledgers(run, steps, checked, in_full=step is not None)
-    broken = [(k, check) for k, checks in checked.items() for check in checks if not check.holds]
-    for k, check in broken:
-        typer.echo(f"rl360: {run} step {k}: {check.name}: {check.line()}", err=True)
-    if broken:
-        raise typer.Exit(1)
+        typer.echo(page(life))
 
 
-def print_ledgers(run: str, steps: Sequence[Step], checked: dict[int, list[Check]], *, in_full: bool) -> None:
-    """Both tables, then the sums."""
-    from rich.console import Console
+def _show_why(run: str, step: int | None, name: str, groups: bool, limit: int | None, json: bool) -> None:
+    from rl360.commands.ledger_lists import why_text
+    from rl360.report.why import reason, why
 
-    console = Console(highlight=False)
-    if not steps:
-        console.print(f"{run}: no step has a ledger yet")
-        return
-    for table in ledger_tables(run, steps):
-        console.print(table)
-        console.print()
-    print_checks(console, checked, in_full=in_full)
-
-
-def ledger_tables(run: str, steps: Sequence[Step]) -> list[Table]:
-    """Attempts and reward, tokens by bucket (one row a step, no empty columns), then losses by cause if any."""
-    return [_attempt_table(run, steps), _token_table(steps), *_loss_tables(steps)]
+    asked = reason(name)
+    books = _Books(run, step)
+    shown = limit if limit is not None else 0 if json else _LISTED
+    found = {"run": run, **why(books, asked, groups=groups, limit=shown or None)}
+    if json:
+        _echo_json(found)
+    else:
+        typer.echo(why_text(found))
+    books.refuse_broken()
 
 
-def print_checks(console: Console, checked: dict[int, list[Check]], *, in_full: bool) -> None:
-    """All sums of one step, or one line for the run."""
-    if in_full:
-        for checks in checked.values():
-            for check in checks:
-                mark = "[green]holds [/]" if check.holds else "[red]BROKEN[/]"
-                console.print(f"{mark} {check.name}: {check.line()}")
-        return
-    total = sum(len(checks) for checks in checked.values())
-    broken = sum(not check.holds for checks in checked.values() for check in checks)
-    colour = "red" if broken else "green"
-    console.print(f"[{colour}]{total - broken} of {total} sums hold[/] over {len(checked)} steps")
+def _show_waste(run: str, step: int | None, prices: Path | None, given: dict[str, float | None], json: bool) -> None:
+    from rl360.commands.ledger_lists import waste_text
+    from rl360.report.waste import read_prices, waste
+
+    priced = read_prices(prices, **given)
+    books = _Books(run, step)
+    found = {"run": run, **waste(books, priced)}
+    if json:
+        _echo_json(found)
+    else:
+        typer.echo(waste_text(found))
+    books.refuse_broken()
 
 
-def _attempt_table(run: str, steps: Sequence[Step]) -> Table:
-    from rich.table import Table
+def _export(run: str, step: int | None, out_dir: Path, json: bool) -> None:
+    from rl360.report.export import VIEWS, export
 
-    names = ["passed", "failed", "truncated"]
-    table = Table(title=f"{run}: attempts (groups: trained/all passed/all failed)", **_STYLE)
-    for name in ("step", "attempts", *names, "lost"):
-        table.add_column(name, justify="right")
-    for name in ("groups", "reward", "kept", "infra", "loss"):
-        table.add_column(name, justify="right")
-    for step in steps:
-        counts, groups, reward = step["outcomes"], step["groups"], step["reward"]
-        table.add_row(
-            str(step["step"]),
-            f"{step['attempts']:,}",
-            *(_count(counts.get(name, 0)) for name in names),
-            _count(sum(count for name, count in counts.items() if name not in names)),
-            f"{groups['trained']}/{groups['all_pass']}/{groups['all_fail']}",
-            fixed(reward["unfiltered_mean_valid"], 3),
-            fixed(reward["kept_mean"], 3),
-            percent(reward["infra_rate"]),
-            fixed(step["loss"], 4),
-        )
-    return table
-
-
-def _token_table(steps: Sequence[Step]) -> Table:
-    from rich.table import Table
-
-    tokens = [step["tokens"] for step in steps]
-    names = _present(tokens, ["trained"])
-    table = Table(title="sampled tokens", **_STYLE)
-    for name in ("step", "sampled", *names, "loss weight"):
-        table.add_column(name.replace("_", " "), justify="right")
-    for step, counts in zip(steps, tokens, strict=True):
-        table.add_row(
-            str(step["step"]),
-            f"{step['sampled_tokens']:,}",
-            *(_count(counts.get(name, 0)) for name in names),
-            f"{step['loss_weight_sum']:.6f}",
-        )
-    if len(steps) > 1:
-        sums = [sum(count.get(name, 0) for count in tokens) for name in names]
-        total = sum(step["sampled_tokens"] for step in steps)
-        table.add_section()
-        table.add_row("all", f"{total:,}", *(_count(value) for value in sums), "")
-    return table
-
-
-def _loss_tables(steps: Sequence[Step]) -> list[Table]:
-    from rich.table import Table
-
-    from rl360.ledger.metrics import run_losses
-
-    losses = run_losses(steps)
-    if not losses:
-        return []
-    table = Table(title="losses by cause", **_STYLE)
-    table.add_column("cause")
-    for name in ("attempts", "seconds", "tokens"):
-        table.add_column(name, justify="right")
-    for loss in losses:
-        row = (f"{loss['attempts']:,}", f"{loss['seconds']:,.1f}", f"{loss['sampled_tokens']:,}")
-        table.add_row(loss["cause"].replace("_", " "), *row)
-    return [table]
-
-
-def _present(counts: Sequence[Mapping[str, int]], always: list[str]) -> list[str]:
-    """The names to show as columns: `always`, then whatever else occurs, in the order of its enum."""
-    occurring = dict.fromkeys(name for count in counts for name in count)
-    return always + [name for name in occurring if name not in always]
-
-
-def _count(value: int) -> str:
-    return f"{value:,}" if value else DASH
+    books = _Books(run, step)
+    rows = export(books, out_dir)
+    if json:
+        _echo_json({"run": run, "dir": str(out_dir), "rows": rows})
+    else:
+        counts = ", ".join(f"{name} {count:,}" for name, count in rows.items())
+        typer.echo(f"{out_dir}: {counts} rows; query them there: duckdb -init {VIEWS}")
+    books.refuse_broken()
