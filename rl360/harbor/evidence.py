@@ -36,11 +36,15 @@ def transcript_text(messages: Sequence[Mapping[str, Any]], instruction: str) -> 
     """The conversation as text; what the task itself said (system prompt, instruction) is left out."""
     parts = []
     for message in messages:
+        if not isinstance(message, Mapping):  # an agent of somebody's; shown as it stands
+            parts.append(_json(message))
+            continue
         role, content = str(message.get("role")), message.get("content")
         if role == "system" or content == instruction:
             continue
         said = content if isinstance(content, str) else "" if content is None else _json(content)
-        calls = [call.get("function") for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
+        listed = message.get("tool_calls")
+        calls = [c.get("function") for c in listed if isinstance(c, Mapping)] if isinstance(listed, list) else []
         parts.append("\n".join([f"[{role}]", *([said] if said else []), *(f"calls {_json(call)}" for call in calls)]))
     return "\n".join(parts) or "(the agent left no transcript)"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -118,6 +119,7 @@ def test_the_transcript_leaves_out_what_the_task_said() -> None:
     )
     assert text.endswith('[{"type": "text", "text": "done"}]')
     assert transcript_text([], "x") == "(the agent left no transcript)"
+    assert transcript_text(cast(Any, [3, {"role": "tool", "tool_calls": 4}]), "x") == "3\n[tool]"
     assert "object" in transcript_text([{"role": "assistant", "content": object()}], "x"), "what is no JSON is shown"
 
 
