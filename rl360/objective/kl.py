@@ -122,14 +122,15 @@ def reward_advantages(
         for name, row in zip(attempt_ids, rows, strict=True):
             total[name] -= coefficient * row.total
         penalties = np.array([total[name] for name in attempts])
-        # sums may be infinite here, which the estimator refuses and the trainer's own check then books
-        if not np.isfinite(penalties).all():
+        if not np.isfinite(penalties).all():  # for the trainer to refuse and to book
             return np.full(len(rows), np.nan), np.zeros(len(rows))
         moved = attempt_advantages(penalties, [group_of[name] for name in attempts], attempts, estimator=estimator)
         by_attempt = dict(zip(attempts, moved, strict=True))
         return np.asarray(advantages) + np.array([by_attempt[name] for name in attempt_ids]), np.zeros(len(rows))
     if estimator != "reinforce_pp":
         raise BadInput(f"KL in the reward is not defined here for estimator {estimator!r}")
+    if len(score) != len(rows):
+        raise BadInput(f"the batch gives no score of each attempt, which {estimator} with the KL in the reward needs")
     n, ahead, squares = (
         np.array([getattr(row, name) for row in rows], np.float64) for name in ("tokens", "ahead", "ahead_squares")
     )

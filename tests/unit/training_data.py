@@ -101,6 +101,11 @@ def sample(seed: int, name: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def sampled_by(row: dict[str, Any], *versions: int) -> dict[str, Any]:
+    """The same sample, its stretches of sampled tokens by these weight versions in turn."""
+    return row | {"sampled_by": versions}
+
+
 def untrained(row: dict[str, Any]) -> dict[str, Any]:
     """The same sample with nothing under its mask."""
     return row | {"loss_mask": np.zeros_like(row["loss_mask"]), "logprobs": np.zeros_like(row["logprobs"])}
@@ -120,7 +125,11 @@ def merged(row: dict[str, Any], leaf: int = 0) -> MergedSample:
     """The sample as a session server merges it; unchecked, so that tests can store what no server would."""
     mask, routing = row["loss_mask"], row.get("routing")
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]]).astype(np.int8)))
-    spans = [(int(start), int(end), "r1:0") for start, end in edges.reshape(-1, 2)]
+    sampled_by = row.get("sampled_by", (0,))
+    spans = [
+        (int(start), int(end), f"r1:{sampled_by[i % len(sampled_by)]}")
+        for i, (start, end) in enumerate(edges.reshape(-1, 2))
+    ]
     return MergedSample(
         attempt_id=row["attempt_id"],
         group_id=row["group_id"],
