@@ -147,6 +147,7 @@ class Health(_Body):
     upstream: str
     store: str | None = Field(description="where samples go; null: POST /store is refused")
     routing: list[int] | None = Field(description="layers, experts per token, experts; null: not asked for")
+    matchers: list[str] = Field(description="that sessions may name")
     sessions: int
     created: int
     evicted_idle: int
@@ -236,7 +237,8 @@ class ChatUsage(_Body):
 
 
 class ChatReply(_Body):
-    """With `stream: true` the same as chunks, after the turn was generated and recorded as a whole."""
+    """With `stream: true` the same as chunks, after the turn was generated and recorded as a whole; comments until then.
+    A refusal after the first comment is an `error` event."""
 
     id: str
     object: Literal["chat.completion"]
@@ -266,7 +268,8 @@ class MessagesUsage(_Body):
 
 
 class MessagesReply(_Body):
-    """With `stream: true` the same as events, after the turn was generated and recorded as a whole."""
+    """With `stream: true` the same as events, after the turn was generated and recorded as a whole; pings until then. A
+    refusal after the first ping is an `error` event."""
 
     id: str
     type: Literal["message"]
