@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl360.ledger import metrics
-from rl360.report.numbers import fixed, percent
+from rl360.report.numbers import fixed, percent, short
 
 if TYPE_CHECKING:
     from rl360.ledger.step import StepLedger
@@ -44,6 +44,7 @@ def _reward(step: Mapping[str, Any]) -> str:
     rows = [
         ("all verified attempts", fixed(reward["unfiltered_mean_valid"], 3)),
         ("kept (trained) attempts", fixed(reward["kept_mean"], 3)),
+        *((f"pass@{k} ({found['groups']} groups)", fixed(found["mean"], 3)) for k, found in step["pass_at_k"].items()),
         ("infra rate (no reward, not in the means)", percent(reward["infra_rate"])),
         *_scored(reward),
         *((f"domain {_cell(name)}", fixed(value, 3)) for name, value in reward["by_domain"].items()),
@@ -66,7 +67,11 @@ def _attempts(step: Mapping[str, Any]) -> str:
     groups = {name: count for name, count in step["groups"].items() if count and name != "total"}
     fates = ", ".join(f"{count} {_words(name)}" for name, count in groups.items())
     table = _table(("outcome", "attempts"), [(_words(name), f"{count:,}") for name, count in step["outcomes"].items()])
+    agreed = step["zero_disagreement"]
     head = f"{step['attempts']:,} attempts in {step['groups']['total']:,} groups: {fates or 'none'}."
+    if agreed["share"] is not None:
+        where = ", ".join(f"{percent(agreed[name])} {_words(name)}" for name in metrics.AGREED)
+        head += f" Of the groups that could disagree {percent(agreed['share'])} did not ({where})."
     return f"## Attempts\n{head}\n\n{table}"
 
 
@@ -98,8 +103,10 @@ def _training(ledger: StepLedger, step: Mapping[str, Any]) -> str:
         trained = (
             f"{train.trained_samples:,} samples, {train.trained_tokens:,} tokens, loss weights sum to "
             f"{train.loss_weight_sum:.6f}; loss {fixed(train.loss, 4)}, gradient norm {fixed(train.grad_norm, 3)}, "
-            f"entropy {fixed(train.entropy, 3)}, clipped {percent(train.clip_fraction)}, "
-            f"without weight {percent(train.masked_fraction)}."
+            f"entropy {fixed(train.entropy, 3)}. Over trained tokens: clipped {percent(train.clip_fraction)}, without "
+            f"weight {percent(train.masked_fraction)}, importance weight {fixed(train.tis_mean, 3)}, "
+            f"|dlogp| {short(train.mean_abs_dlogp)}, staleness {fixed(step['staleness']['mean'], 2)} "
+            f"(at most {short(step['staleness']['max'])})."
         )
     pushed = "No push."
     if push is not None:

@@ -7,7 +7,7 @@ escaped by the template, so a task or run name cannot inject anything.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +19,8 @@ from rl360.errors import BadInput
 from rl360.ledger import metrics
 from rl360.ledger.checks import Check, audit_run
 from rl360.report.figures import ROLLING_STEPS, run_figures
-from rl360.report.numbers import DASH, fixed, percent
+from rl360.report.numbers import DASH, fixed, percent, short
+from rl360.report.waste import waste
 
 if TYPE_CHECKING:
     from rl360.ledger.step import StepLedger
@@ -51,10 +52,16 @@ def render_run(ledgers: Iterable[StepLedger], out_dir: Path) -> ReportPaths:
     run = ""
     steps: list[Step] = []
     checked: list[tuple[int, Check]] = []
-    for ledger, checks in audit_run(ledgers):
-        run = ledger.run
-        steps.append(metrics.step_json(ledger))
-        checked.extend((ledger.step, check) for check in checks)
+
+    def audited() -> Iterator[StepLedger]:
+        nonlocal run
+        for ledger, checks in audit_run(ledgers):
+            run = ledger.run
+            steps.append(metrics.step_json(ledger))
+            checked.extend((ledger.step, check) for check in checks)
+            yield ledger
+
+    books = waste(audited())
     if not steps:
         raise BadInput("no step has a ledger yet: there is nothing to report; wait for the first step to finish")
     html = out_dir / "report.html"
@@ -64,16 +71,21 @@ def render_run(ledgers: Iterable[StepLedger], out_dir: Path) -> ReportPaths:
         pngs = {name: out_dir / f"{name}.png" for name in figures}
         for name, data in figures.items():
             pngs[name].write_bytes(data)
-        html.write_text(run_page(run, steps, checked, figures), encoding="utf-8")
+        html.write_text(run_page(run, steps, checked, figures, books), encoding="utf-8")
     except OSError as error:
         raise BadInput(f"cannot write the report to {out_dir} ({error.strerror}); give another --out") from None
     return ReportPaths(html=html, pngs=pngs)
 
 
 def run_page(
-    run: str, steps: Sequence[Step], checked: Sequence[tuple[int, Check]], figures: Mapping[str, bytes]
+    run: str,
+    steps: Sequence[Step],
+    checked: Sequence[tuple[int, Check]],
+    figures: Mapping[str, bytes],
+    books: Mapping[str, Any],
 ) -> str:
-    """The HTML of the report. `steps`: the run's `step_json`; `checked`: (step, check) of all its ledgers."""
+    """The HTML of the report. `steps`: the run's `step_json`; `checked`: (step, check) of its ledgers; `books`: their
+    `waste`."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -86,8 +98,10 @@ def run_page(
         first=steps[0]["step"],
         last=steps[-1]["step"],
         figures=key_figures(steps),
-        rows=[step_row(step) for step in steps],
+        rows=[step_row(step, largest_k(steps)) for step in steps],
         losses=metrics.run_losses(steps),
+        classes=run_classes(books),
+        largest=largest_k(steps),
         tokens=run_tokens(steps),
         domains=run_domains(steps),
         checks=check_summary(checked),
@@ -129,8 +143,13 @@ def key_figures(steps: Sequence[Step]) -> list[tuple[str, str, str]]:
     ]
 
 
-def step_row(step: Step) -> dict[str, Any]:
-    """One row of the step table, all cells as text but the reward, which also draws a bar."""
+def largest_k(steps: Sequence[Step]) -> str:
+    """The largest k of pass@k that any step has a group for."""
+    return str(max((int(k) for step in steps for k, found in step["pass_at_k"].items() if found["groups"]), default=1))
+
+
+def step_row(step: Step, largest: str = "1") -> dict[str, Any]:
+    """One row of the step table, all cells as text but the reward, which also draws a bar. largest: k of its pass@k."""
     groups, reward, push = step["groups"], step["reward"], step["push"]
     trained = step["tokens"].get("trained", 0)
     return {
@@ -138,6 +157,7 @@ def step_row(step: Step) -> dict[str, Any]:
         "reward": fixed(reward["unfiltered_mean_valid"], 3),
         "reward_share": max(0.0, min(1.0, reward["unfiltered_mean_valid"] or 0.0)),
         "kept": fixed(reward["kept_mean"], 3),
+        "pass_at_k": fixed(step["pass_at_k"].get(largest, {}).get("mean"), 3),
         "infra": percent(reward["infra_rate"]),
         "attempts": f"{step['attempts']:,}",
         "groups": f"{groups['trained']} / {groups['all_pass']} / {groups['all_fail']}",
@@ -147,6 +167,8 @@ def step_row(step: Step) -> dict[str, Any]:
         "loss": fixed(step["loss"], 4),
         "grad_norm": fixed(step["grad_norm"], 3),
         "entropy": fixed(step["entropy"], 3),
+        "dlogp": short(step["mean_abs_dlogp"]),
+        "stale": fixed(step["staleness"]["mean"], 2),
         "push": DASH if push is None else f"{push['path']}, {push['paused_s']:.2f} s",
         "seconds": f"{sum(step['phases_s'].values()):.1f}",
     }
@@ -160,6 +182,22 @@ def run_tokens(steps: Sequence[Step]) -> list[tuple[str, int, float]]:
             total[bucket] = total.get(bucket, 0) + count
     sampled = sum(total.values())
     return [(bucket, count, count / sampled) for bucket, count in sorted(total.items(), key=lambda item: -item[1])]
+
+
+def run_classes(books: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """(class, attempts, seconds, share, tokens, share): what was kept, dropped and lost over the whole run."""
+    seconds, sampled = books["seconds"], books["sampled_tokens"]
+    return [
+        (
+            name,
+            f"{each['attempts']:,}",
+            f"{each['seconds']:,.1f}",
+            percent(each["seconds"] / seconds if seconds else None),
+            f"{each['tokens']:,}",
+            percent(each["tokens"] / sampled if sampled else None),
+        )
+        for name, each in books["by_class"].items()
+    ]
 
 
 def run_domains(steps: Sequence[Step]) -> list[tuple[str, str, str]]:

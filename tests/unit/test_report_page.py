@@ -15,6 +15,7 @@ from rl360.ledger.step import StepLedger
 from rl360.report.figures import run_figures
 from rl360.report.markdown import ARTIFACT_DPI, PICTURE_BUDGET_BYTES, step_markdown
 from rl360.report.page import duration, key_figures, render_run, run_page, step_row
+from rl360.report.waste import waste
 from tests.unit.ledger_data import ledger_of, made_up_run
 from tests.unit.objective_data import attempt
 
@@ -41,6 +42,9 @@ def test_report_is_one_page_that_loads_nothing(ledgers: list[StepLedger], tmp_pa
     assert len(sources) == 4 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert "<script" not in html and "url(" not in html and "@import" not in html
     assert "sums of the ledgers hold" in html
+    assert "pass@4" in html and "Kept and wasted" in html
+    kept = sum(row.trains for ledger in ledgers for row in ledger.attempts)
+    assert f"<td>kept</td><td>{kept:,}</td>" in html
     assert html.count('<td class="bar"') == 6
     assert set(paths.pngs) == {"reward", "attempts", "tokens", "anatomy"}
     for path in paths.pngs.values():
@@ -50,7 +54,7 @@ def test_report_is_one_page_that_loads_nothing(ledgers: list[StepLedger], tmp_pa
 
 def test_names_are_escaped() -> None:
     ledger = ledger_of([attempt(0, 0, 1.0, domain="<b>x</b>"), attempt(0, 1, 0.0, domain="<b>x</b>")])
-    html = run_page("demo", [step_json(ledger)], [], {})
+    html = run_page("demo", [step_json(ledger)], [], {}, waste([ledger]))
     assert "<b>x</b>" not in html and "&lt;b&gt;x&lt;/b&gt;" in html
     assert "domain \\<b\\>x\\</b\\>" in step_markdown(ledger, {})
 
@@ -62,6 +66,7 @@ def test_a_run_of_empty_and_lost_steps_still_renders(tmp_path: Path) -> None:
     assert "2 of them without an optimizer step" in paths.html.read_text()
     row = step_row(step_json(lost))
     assert (row["reward"], row["loss"], row["trained"], row["push"]) == ("-", "-", "-", "-")
+    assert (row["pass_at_k"], row["dlogp"], row["stale"]) == ("-", "-", "-")
     assert "Nothing to train" in step_markdown(lost, {}) and "No push." in step_markdown(lost, {})
 
 
@@ -89,6 +94,9 @@ def test_step_markdown_says_everything_within_the_budget(
     for heading in ("Reward", "Attempts", "Sampled tokens", "Training and push", "Phases", "Run so far"):
         assert f"## {heading}\n" in text
     assert f"| passed | {step['outcomes']['passed']} |" in text
+    assert f"| pass@4 ({step['pass_at_k']['4']['groups']} groups) | {step['pass_at_k']['4']['mean']:.3f} |" in text
+    assert "importance weight 1.000, |dlogp| 4e-07, staleness 0.00 (at most 0)." in text
+    assert "Of the groups that could disagree" in text
     assert f"| trained | {step['tokens']['trained']:,} |" in text
     assert "by broadcast to 2 engines: 1 calls per engine, 3,600,000 bytes, paused 0.21 s" in text
     assert sum(len(data) for data in re.findall(r"base64,([^)]*)\)", text)) <= PICTURE_BUDGET_BYTES
