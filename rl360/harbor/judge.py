@@ -32,12 +32,8 @@ from rl360.harbor.verdict import JudgeReceipt
 MAX_REPLY_BYTES = 1 << 20
 MAX_SCORE_CHARS = 1000
 PAUSES_S = (0.5, 8.0)  # first and longest pause between two calls
-SCHEMA = {
-    "type": "object",
-    "properties": {"score": {"type": "number"}},
-    "required": ["score"],
-    "additionalProperties": False,
-}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"score": {"type": "number"}}, "required": ["score"]}
+SCHEMA |= {"additionalProperties": False}
 FORMATS: dict[str, dict[str, Any]] = {
     "json_schema": {"type": "json_schema", "json_schema": {"name": "score", "strict": True, "schema": SCHEMA}},
     "json_object": {"type": "json_object"},
