@@ -36,7 +36,9 @@ def check_start(store: ObjectStore, services: Services, config: RunConfig) -> Ru
     settled = settle_config(store, config, default_model=services.model_dir)
     if (done := next_step(store, config.run)) > config.steps:
         raise BadInput(f"run {config.run} has {done} steps and {config.steps} are asked for; give --steps")
-    load_taskset(settled.taskset.path)
+    judged = next((entry.path for entry in load_taskset(settled.taskset.path).entries.values() if entry.judged), None)
+    if judged is not None:
+        _refuse_judge(settled, services, f"{judged}: is judged by an LLM")
     _refuse_model(settled, services.model_dir)
     if settled.parent is not None and not store.exists(run_config_key(config.run)):
         _refuse_parent(store, settled)
@@ -53,6 +55,18 @@ def _refuse_model(config: RunConfig, served: str) -> None:
     if config.trainer.routing_replay and RoutingShape.from_model_dir(ours) is None:
         raise BadInput(f"trainer.routing_replay is on and {ours} is a dense model, without experts; switch it off")
     refuse_other_model(ours, served)
+    if reference := config.objective.reference:
+        if not (Path(reference) / "config.json").is_file():
+            raise BadInput(f"objective.reference {reference} is no Hugging Face model directory: no config.json in it")
+        refuse_other_model(ours, reference, "its reference policy")
+
+
+def _refuse_judge(config: RunConfig, services: Services, what: str) -> None:
+    if not config.judge.model:
+        raise BadInput(f"{what}; set judge.model and deadlines.judge_s (docs/judges.md)")
+    for url, told in _ask([f"{url.rstrip('/')}/health" for url in services.sandbox_urls]):
+        if "judge" in told and told["judge"] is None:
+            raise BadInput(f"{what} and sandbox server {url} knows none: `rl360 down` and `rl360 up --judge-url URL`")
 
 
 def _refuse_parent(store: ObjectStore, config: RunConfig) -> None:

@@ -107,9 +107,11 @@ async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[Stop
     sandbox is gone is appended to `stops`, whatever happens.
     """
     terms, bench = order.task.judge, order.bench
-    if terms is None or bench is None:
+    if terms is None:
         with order.timed("verify"):
             return _concluded(order, await _run_script(provider, order, stops))
+    if bench is None:
+        return Verification(None, Outcome.JUDGE_ERROR, "the task is judged by an LLM and there is no judge")
     with order.timed("judge"):
         evidence = await asyncio.to_thread(_evidence, order, terms, bench)
     script = None

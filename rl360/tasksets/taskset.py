@@ -24,11 +24,12 @@ MAX_TASKS = 1_000_000
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """One task of a set: where it lies and which domain its reward counts for."""
+    """One task of a set: where it lies, which domain its reward counts for, whether an LLM gives it."""
 
     task_id: str
     path: Path
     domain: str
+    judged: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def load_taskset(spec: str) -> TaskSet:
         task = load_task(folder)
         if task.id in found:
             raise BadInput(f"task {task.id!r} is there twice: {found[task.id].path} and {folder}; rename one")
-        entry = TaskEntry(task_id=task.id, path=folder, domain=_domain(task, root.name))
+        domain = _domain(task, root.name)
+        entry = TaskEntry(task_id=task.id, path=folder, domain=domain, judged=task.judge is not None)
         found[task.id] = entry
         digest.update(f"{task.id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
     return TaskSet(spec=spec, entries=dict(sorted(found.items())), digest=digest.hexdigest())

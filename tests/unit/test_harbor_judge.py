@@ -7,9 +7,11 @@ import json
 import math
 import os
 import time
+from contextlib import nullcontext
 from email.utils import formatdate
 from hashlib import sha256
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -29,9 +31,12 @@ from rl360.harbor.judge import (
     request_body,
     retry_after_s,
 )
-from rl360.harbor.protocol import JudgeOrder
-from rl360.harbor.task import JudgeTerms
+from rl360.harbor.protocol import JudgeOrder, SandboxLimits
+from rl360.harbor.task import JUDGE_FILE, JudgeTerms, load_task
 from rl360.harbor.verdict import JudgeReceipt
+from rl360.harbor.verifier import VerifyOrder, verify
+from rl360.ledger.outcomes import Outcome
+from rl360.sandboxes.provider import SandboxProvider, Workspace
 from tests.judge_server import Answer, JudgeServer, completion, judging, score
 
 KEY = "sk-test-0123456789"
@@ -395,3 +400,17 @@ def test_the_key_is_in_no_text_and_leaves_the_environment(monkeypatch: pytest.Mo
     judge = seat("https://judge.example:8443/v1/", monkeypatch)
     assert (judge.url, judge.host) == ("https://judge.example:8443/v1/chat/completions", "judge.example:8443")
     assert KEY not in repr(judge) and "KEY_OF_JUDGE" not in os.environ
+
+
+def test_a_judged_task_without_a_judge_is_no_reward(tmp_path: Path) -> None:
+    """`prepare` refuses it; were it to come here, a script's pass must not stand in for the judge."""
+    for name, text in (("task.toml", ""), ("instruction.md", "x"), (JUDGE_FILE, 'rubric = "r"\nmode = "after_script"')):
+        (tmp_path / "tests").mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+    asked = VerifyOrder(
+        load_task(tmp_path), Workspace(tmp_path), "r", "a", "n", {}, SandboxLimits(), 1.0, 1.0,
+        lambda _: nullcontext(), b"k",
+    )  # fmt: skip
+    found = asyncio.run(verify(cast(SandboxProvider, None), asked, []))
+    assert (found.verdict, found.problem) == (None, Outcome.JUDGE_ERROR)

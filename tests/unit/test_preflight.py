@@ -102,7 +102,14 @@ def test_a_model_that_is_missing_dense_or_of_another_shape(model: Path, tmp_path
     refused(services, "routing_replay is on and .* is a dense model", trainer={"routing_replay": True})
     experts = write_model(tmp_path / "experts", experts=4)
     refused(services, "has model.layers.0.mlp.*the model the services were started with", model={"path": str(experts)})
-    check(MemoryStore(), services, model={"path": str(write_model(tmp_path / "other-weights", seed=1))})
+    other = str(write_model(tmp_path / "other-weights", seed=1))
+    check(MemoryStore(), services, model={"path": other})
+    for path, words in (
+        ("/no/model", "objective.reference /no/model is no Hugging"),
+        (experts, "its reference policy"),
+    ):
+        refused(services, words, objective={"kl_coef": 0.1, "reference": str(path)})
+    check(MemoryStore(), services, objective={"kl_coef": 0.1, "reference": other})
 
 
 def test_an_engine_with_another_model(model: Path, tmp_path: Path) -> None:
@@ -111,6 +118,23 @@ def test_an_engine_with_another_model(model: Path, tmp_path: Path) -> None:
         refused(services_at(model, engine=engine), f"that of engine {engine}, {experts}, has")
     with server({"model_path": str(model)}) as engine:
         check(MemoryStore(), services_at(model, engine=engine))
+
+
+def test_a_judged_task_needs_a_judge(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "set" / "essay" / "tests").mkdir(parents=True)
+    (tmp_path / "set" / "essay" / "task.toml").write_text("")
+    (tmp_path / "set" / "essay" / "instruction.md").write_text("Write.")
+    (tmp_path / "set" / "essay" / "tests" / "rl360_judge.toml").write_text('rubric = "r"')
+    tasks = {"taskset": {"path": str(tmp_path / "set")}}
+    judged = tasks | {"judge": {"model": "j"}, "deadlines": {"judge_s": 40}}
+    refused(services_at(model), r"essay: is judged by an LLM; set judge\.model and deadlines\.judge_s", **tasks)
+    for told, words in (({"judge": None}, "knows none: .*--judge-url URL`$"), ({"judge": "h:1"}, ""), ({}, "")):
+        with server(told) as sandbox:
+            services = services_at(model).model_copy(update={"sandbox_urls": [sandbox]})
+            if words:
+                refused(services, words, **judged)
+            else:
+                check(MemoryStore(), services, **judged)
 
 
 def test_what_session_servers_allow(model: Path, tmp_path: Path) -> None:
@@ -158,7 +182,7 @@ def test_not_followed_is_not_silent(tmp_path: Path, capsys: pytest.CaptureFixtur
         launch(services_of_prefect(tmp_path, url), RunConfig(), follow=False)
     assert asked[-1][0] == "/deployments/d/create_flow_run"
     told = capsys.readouterr().out
-    for part in ("(1)", f"{url}/runs/flow-run/1", "it waits for demo", "`rl360 run watch demo`", "`rl360 run list`"):
+    for part in ("(1)", f"{url}/runs/flow-run/1", "it waits for other: ", "`rl360 run watch demo`", "`rl360 run list`"):
         assert part in told
 
 
