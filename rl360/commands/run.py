@@ -273,9 +273,9 @@ def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = 
         return
     flow_run = api.trigger("rl_run/local", {"config": config.model_dump(mode="json")})
     typer.echo(f"run {config.run}: flow run {flow_run.name} ({flow_run.id})  {api.run_url(flow_run.id)}")
-    ahead = [item.name for item in active if item.state in ("RUNNING", "PENDING", "CANCELLING")]
+    ahead = [item.run or item.name for item in active if item.state in ("RUNNING", "PENDING", "CANCELLING")]
     if ahead:
-        typer.echo(f"it waits for {ahead[0]}: flow runs go one at a time")
+        typer.echo(f"it waits for {ahead[0]}: one flow run goes at a time")
     if follow:
         follow_run(services, config, flow_run.id)
     else:

@@ -13,7 +13,7 @@ from rl360.commands.prefect_api import FlowRun, PrefectApi
 from rl360.config.run import RunConfig
 from rl360.errors import ServiceError, StoreUnavailable
 from rl360.ledger.read import list_runs
-from rl360.store.layout import step_prefix
+from rl360.store.layout import run_config_key, step_prefix
 from rl360.store.manifest import read_manifest
 from rl360.store.object_store import ObjectStore
 from rl360.store.progress import next_step, step_folders
@@ -145,6 +145,8 @@ def ended_text(store: ObjectStore, api: PrefectApi, run: str, target: int, ended
         where = f" in step {done}{task}" if begun or step is not None else ""
         where += f" with {done} of {target} steps done"
         now = advice(run, ended.state_name, saved.latest(store, run))
+        if not store.exists(run_config_key(run)):
+            now = "nothing was begun and the name is free: put that right and start it again with `rl360 run start`"
     except StoreUnavailable:
         where, now = "" if step is None else f" in step {step}", advice(run, ended.state_name, None)
     told = "" if ended.state == "CANCELLED" else f": {why[:500].rstrip('. ')}"

@@ -49,16 +49,17 @@ def read_manifest(store: ObjectStore, run: str, step: int) -> CheckpointManifest
         raise CorruptObject(key, f"is no checkpoint manifest: {error.errors()[0]['msg']}") from None
 
 
-def _folders(store: ObjectStore, run: str) -> list[int]:
-    """Steps of which anything of a checkpoint is stored, newest first."""
-    names = store.list_folders(f"{check_run(run)}/checkpoints/")
+def _steps(store: ObjectStore, run: str) -> list[int]:
+    """Steps of which anything of a checkpoint is stored, newest first. By objects: a store may list emptied folders."""
+    prefix = f"{check_run(run)}/checkpoints/"
+    names = {key.removeprefix(prefix).partition("/")[0] for key in store.list(prefix)}
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
 def latest(store: ObjectStore, run: str, up_to: int | None = None) -> CheckpointManifest | None:
     """The newest committed checkpoint (of step `up_to` at most); one whose writing was cut off has no manifest and does
     not count."""
-    for step in _folders(store, run):
+    for step in _steps(store, run):
         if (up_to is None or step <= up_to) and (found := read_manifest(store, run, step)) is not None:
             return found
     return None
@@ -80,7 +81,7 @@ def parent_at(store: ObjectStore, config: RunConfig, from_step: int | None) -> P
     """The run of `config` as a parent: its newest checkpoint, or the newest of step `from_step` at most."""
     found = latest(store, config.run, from_step)
     if found is None:
-        steps = [str(step) for step in reversed(_folders(store, config.run)) if read_manifest(store, config.run, step)]
+        steps = [str(step) for step in reversed(_steps(store, config.run)) if read_manifest(store, config.run, step)]
         where = "" if from_step is None else f" at or before step {from_step}"
         raise BadInput(f"run {config.run} has no checkpoint{where}; it has those after {', '.join(steps) or 'no step'}")
     before = (config.parent.steps_before, config.parent.updates_before) if config.parent else (0, 0)
@@ -108,7 +109,7 @@ def prune(store: ObjectStore, run: str, keep: int, every: int) -> list[int]:
     """Delete what is older than the newest `keep` whole checkpoints (0: nothing), but every tenth (a multiple of
     10 * `every` steps) and what forks start from; returns the steps. What was cut off is finished by the next pruning.
     """
-    steps = _folders(store, run)
+    steps = _steps(store, run)
     whole = [step for step in steps if keep and store.exists(manifest_key(run, step))][:keep]
     old = [step for step in steps if len(whole) == keep > 0 and step < whole[-1] and (step + 1) % (_TENTH * every)]
     gone = [step for step in old if _claim(store, run, step, _DELETED)]

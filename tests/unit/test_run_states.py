@@ -155,6 +155,12 @@ def test_proof_before_a_resume_and_an_error_nobody_expected() -> None:
     assert "traceback" in advice("r1", "Failed", None)
 
 
+def test_a_run_that_never_began_is_started_again() -> None:
+    ended = flow_run("FAILED", "BadInput", "no such task set")
+    told = ended_text(cast(Any, MemoryStore()), cast(Any, Api()), "r1", 5, ended)
+    assert "no such task set. Now: nothing was begun and the name is free" in told and "resume" not in told
+
+
 def test_a_store_that_is_away_does_not_hide_why_the_run_ended() -> None:
     store = store_at(2)
     store.down = True
