@@ -54,6 +54,8 @@ def _try(each: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tokens(each: Mapping[str, Any]) -> Iterator[str]:
+    metrics = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in each["agent_metrics"].items())
+    yield _line("agent", metrics or "reported nothing")
     samples = len(each["leaves"])
     yield _line("turns", f"{each['turns']} in {samples} sample{'' if samples == 1 else 's'}")
     booked = "not decided yet" if each["tokens"] is None else _counts(each["tokens"])
@@ -80,6 +82,10 @@ def _verdict(verdict: Mapping[str, Any] | None) -> Iterator[str]:
     if verdict["problem"]:
         yield _line("", verdict["problem"])
     yield _line("", f"verifier sha256 {verdict['verifier_digest']}")
+    if judge := verdict.get("judge"):
+        script = "" if judge["script_reward"] is None else f", after a script's {judge['script_reward']:g}"
+        yield _line("judge", f"{judge['model']} at {judge['host']}: score {judge['score']:g}{script}")
+        yield _line("", f"prompt sha256 {judge['prompt_digest']}")
 
 
 def _books(books: Mapping[str, Any] | None) -> Iterator[str]:

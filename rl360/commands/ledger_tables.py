@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl360.report.numbers import DASH, fixed, percent
+from rl360.report.numbers import DASH, fixed, percent, run_losses
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,8 +127,6 @@ def _training_table(steps: Sequence[Step]) -> Table:
 
 def _loss_tables(steps: Sequence[Step]) -> list[Table]:
     from rich.table import Table
-
-    from rl360.ledger.metrics import run_losses
 
     losses = run_losses(steps)
     if not losses:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl360.errors import Rl360Error
 from rl360.ledger.outcomes import HAS_VERDICT, Bucket, Outcome
+from rl360.store.codec import sha256_hex
 
 if TYPE_CHECKING:
     from rl360.ledger.step import AttemptRow, StepLedger
@@ -122,6 +123,7 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
     holds = math.isclose(weights, train.loss_weight_sum, rel_tol=WEIGHT_RTOL, abs_tol=0.0)
     yield Check("loss weights", "booked", weights, "trainer", float(train.loss_weight_sum), holds)
     yield from _step_checks(ledger, trained)
+    yield from _witness_check(ledger)
     again = sorted(set(ledger.trained_ids) & set(trained_before))
     yield _equal("trained once", "trained in an earlier step too", len(again), "allowed", 0, again[0] if again else "")
 
@@ -143,6 +145,30 @@ def _step_checks(ledger: StepLedger, trained: int) -> Iterator[Check]:
     yield _equal("a weight version of every trained token", "with a version", versioned, "trained", trained, fault)
     early = sum(n for version, n in counts if version > ledger.version_before)
     yield _equal("sampled before it trained", "trained tokens of later weights", early, "allowed", 0)
+
+
+def samples_digest(names: Collection[tuple[str, int]]) -> str:
+    """sha256 of samples by attempt id and leaf, in whatever order they come."""
+    return sha256_hex("".join(f"{attempt_id} {leaf}\n" for attempt_id, leaf in sorted(names)).encode())
+
+
+def _witness_check(ledger: StepLedger) -> Iterator[Check]:
+    """What the trainer's witness saw, where the run has one; a sample it cannot tell of may be missing there."""
+    seen = ledger.train.witness
+    if seen is None:
+        return
+    booked = [
+        (row.attempt_id, leaf)
+        for row in ledger.attempts
+        for leaf, bucket in enumerate(row.leaves)
+        if bucket is Bucket.TRAINED and row.advantage != 0
+    ]
+    same = samples_digest(booked) == seen["digest"]
+    detail = f"{seen['cannot_tell']} it cannot tell of" if seen["cannot_tell"] else "" if same else "other samples"
+    count = seen["samples"]
+    yield Check(
+        "samples with a gradient", "booked", len(booked), "seen", count, same or seen["cannot_tell"] > 0, detail
+    )
 
 
 def _oddly_scored(row: AttemptRow) -> bool:

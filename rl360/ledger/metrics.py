@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -159,17 +159,6 @@ def losses_by_cause(ledger: StepLedger) -> list[dict[str, Any]]:
     return sorted(causes, key=lambda cause: (-cause["attempts"], cause["cause"]))
 
 
-def run_losses(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`losses_by_cause` over the `step_json` of many steps, most attempts first."""
-    total: dict[str, dict[str, Any]] = {}
-    for step in steps:
-        for cause in step["losses_by_cause"]:
-            entry = total.setdefault(cause["cause"], {**cause, "attempts": 0, "seconds": 0.0, "sampled_tokens": 0})
-            for name in ("attempts", "seconds", "sampled_tokens"):
-                entry[name] += cause[name]
-    return sorted(total.values(), key=lambda entry: (-entry["attempts"], entry["cause"]))
-
-
 def attempt_bars(ledger: StepLedger) -> dict[str, int]:
     """Every attempt in one of the classes the picture stacks; sums to the number of attempts.
 
@@ -215,11 +204,6 @@ def step_json(ledger: StepLedger) -> dict[str, Any]:
         "push": None if ledger.push is None else asdict(ledger.push),
         "phases_s": dict(ledger.phases_s),
     }
-
-
-def rolling_mean(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Mean of the last `window` values that exist, at each position; None where there is none."""
-    return [mean([v for v in values[max(0, end - window) : end] if v is not None]) for end in range(1, len(values) + 1)]
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -102,6 +102,7 @@ class TrainReport:
     kl_mean: float | None = None
     weights_digest: str = ""
     batch_digest: str = ""
+    witness: dict[str, Any] | None = None
     seconds: float = 0.0
 
     @classmethod

@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from rl360.ledger import metrics
 from rl360.ledger.outcomes import SAMPLED
+from rl360.report.numbers import rolling_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +138,7 @@ def _reward(axes: Axes, steps: Sequence[Step]) -> None:
     rewards = [step["reward"] for step in steps]
     unfiltered = [reward["unfiltered_mean_valid"] for reward in rewards]
     kept = [reward["kept_mean"] for reward in rewards]
-    rolling = metrics.rolling_mean(unfiltered, ROLLING_STEPS)
+    rolling = rolling_mean(unfiltered, ROLLING_STEPS)
     axes.plot(
         at,
         _floats(kept),

@@ -19,7 +19,7 @@ from rl360.errors import BadInput
 from rl360.ledger import metrics
 from rl360.ledger.checks import Check, audit_run
 from rl360.report.figures import ROLLING_STEPS, run_figures
-from rl360.report.numbers import DASH, fixed, percent, short
+from rl360.report.numbers import DASH, fixed, percent, run_losses, short
 from rl360.report.waste import waste
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def run_page(
         last=steps[-1]["step"],
         figures=key_figures(steps),
         rows=[step_row(step, largest_k(steps)) for step in steps],
-        losses=metrics.run_losses(steps),
+        losses=run_losses(steps),
         classes=run_classes(books),
         largest=largest_k(steps),
         tokens=run_tokens(steps),

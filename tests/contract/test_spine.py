@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import httpx
 import psutil
 import pytest
@@ -79,6 +80,45 @@ def test_every_attempt_and_token_is_accounted_for(store: ObjectStore, run: str, 
         assert all(r.cleanup_confirmed for r in records)
         rewards = [r.verdict.reward for r in records if r.verdict is not None]
         assert entry["reward"]["unfiltered_mean_valid"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_every_question_to_the_ledger_of_a_real_run(
+    cli: Cli, run: str, ledger: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*args: str) -> dict[str, Any]:
+        printed = cli("ledger", run, *args, "--json")
+        assert printed.returncode == 0, printed.stderr
+        return json.loads(printed.stdout)
+
+    books = ask("--waste", "--price-gpu-hour", "2", "--price-sandbox-hour", "0.1")
+    assert books["sampled_tokens"] == sum(step["sampled_tokens"] for step in ledger["steps"])
+    for split in ("by_class", "by_bucket", "by_outcome"):
+        assert sum(entry["tokens"] for entry in books[split].values()) == books["sampled_tokens"]
+        assert sum(entry["seconds"] for entry in books[split].values()) == pytest.approx(books["seconds"])
+    assert sum(books["money"]["by_class"].values()) == pytest.approx(books["money"]["total"])
+    kept = ask("--why", "kept")
+    assert kept["tokens"] == books["trained_tokens"] and kept["attempts"] == books["by_class"]["kept"]["attempts"]
+    assert [step["version_before"] for step in ledger["steps"]] == [0, ledger["steps"][0]["version_after"]]
+    for step in ledger["steps"]:
+        assert step["staleness"]["max"] in (0, None)
+        assert set(step["pass_at_k"]) == {"1", "2", "4"}
+    if kept["rows"]:
+        life = ask("--attempt", kept["rows"][0]["attempt_id"])
+        (tried,) = life["tries"]
+        assert tried["verdict"]["verifies"] is True and tried["sandbox"]["cleanup_evidence"]
+        trained = life["trained"]
+        assert tried["versions"] == [f"{run}:{trained['version_before']}"]
+        assert trained["push"]["version"] == trained["version_after"] == trained["version_before"] + 1
+        shown = cli("ledger", run, "--attempt", life["attempt"]).stdout
+        assert "signature verifies" in shown and tried["session"]["sample"]["sha256"] in shown
+    rows = ask("--export", str(tmp_path / "tables"))["rows"]
+    monkeypatch.chdir(tmp_path / "tables")
+    tables = duckdb.connect()
+    tables.execute(Path("views.sql").read_text())
+    assert tables.execute("SELECT count(*), sum(sampled_tokens) FROM attempts").fetchone() == (
+        rows["attempts"],
+        books["sampled_tokens"],
+    )
 
 
 def test_engines_end_on_the_trained_version(services: Services, store: ObjectStore, run: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rl360.agents.records import put_table
 from rl360.commands.ledger_page import page
 from rl360.errors import BadInput
-from rl360.harbor.verdict import run_key
+from rl360.harbor.verdict import JudgeReceipt, run_key
 from rl360.ledger.outcomes import Bucket
 from rl360.ledger.read import read_step
 from rl360.report.attempt import Told, attempt_life
@@ -153,6 +153,7 @@ def test_the_page_holds_it_all() -> None:
         "cleanup       every process proven gone: cgroup removed",
         "sample        demo/steps/000001/merged/0000/s000001-g000-a00-t1.msgpack",
         "versions      demo:1",
+        "agent         reported nothing",
         f"verifier sha256 {DIGEST}",
         "verdict       none: it has no reward",
         "advantage     +0.500: score 1.000, baseline 0.500 (grpo)",
@@ -164,6 +165,14 @@ def test_the_page_holds_it_all() -> None:
     assert re.search(r"session       server http://127.0.0.1:[12]", text)
     assert "session-s0000" not in text, "whoever holds a session's id may speak in it"
     assert Bucket.TRAINED in text
+
+
+def test_a_judges_receipt_is_shown() -> None:
+    found = life("s000000-g001-a00")
+    judge = {"model": "grader-1", "host": "judge:80", "score": 7.0, "script_reward": 1.0, "prompt_digest": "cd" * 32}
+    found["tries"][0]["verdict"]["judge"] = JudgeReceipt(served_model="x", reply_id="y", **judge).model_dump()
+    assert "judge         grader-1 at judge:80: score 7, after a script's 1\n" in page(found)
+    assert f"prompt sha256 {'cd' * 32}" in page(found)
 
 
 def test_a_run_that_has_planned_nothing() -> None:

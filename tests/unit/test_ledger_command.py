@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from rl360.commands.ledger import ledger_tables, print_checks
+from rl360.commands.ledger_tables import ledger_tables, print_checks
 from rl360.errors import CorruptObject
 from rl360.ledger.checks import Check, audit_run
 from rl360.ledger.metrics import step_json

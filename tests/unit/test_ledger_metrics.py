@@ -16,6 +16,7 @@ from rl360.ledger.outcomes import Bucket, Outcome
 from rl360.ledger.step import _trained_versions
 from rl360.objective.filters import Decision
 from rl360.report.markdown import step_markdown
+from rl360.report.numbers import rolling_mean, run_losses
 from tests.unit.ledger_data import ledger_of
 from tests.unit.objective_data import attempt
 
@@ -276,13 +277,13 @@ def test_the_json_has_the_fixed_keys() -> None:
 
 
 def test_rolling_mean_skips_what_is_missing() -> None:
-    assert metrics.rolling_mean([1.0, None, 2.0, 6.0], 2) == [1.0, 1.0, 2.0, 4.0]
-    assert metrics.rolling_mean([None], 5) == [None]
+    assert rolling_mean([1.0, None, 2.0, 6.0], 2) == [1.0, 1.0, 2.0, 4.0]
+    assert rolling_mean([None], 5) == [None]
 
 
 def test_losses_add_up_over_steps() -> None:
     step = metrics.step_json(LEDGER)
-    total = metrics.run_losses([step, step])
+    total = run_losses([step, step])
     assert [(loss["cause"], loss["attempts"], loss["sampled_tokens"]) for loss in total] == [
         ("agent_timeout", 2, 12),
         ("no_engine", 2, 0),
