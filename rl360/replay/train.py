@@ -23,6 +23,7 @@ from rl360.replay.compare import Compared, compared
 from rl360.replay.steps import manifest_of
 from rl360.store.manifest import get_object
 from rl360.store.object_store import ObjectStore
+from rl360.training.results import TrainResult
 
 LOOPBACK = "127.0.0.1"
 NOT_COMPARED = ("seconds", "incarnation")  # when and by whom, not what
@@ -37,12 +38,18 @@ def replay_train(store: ObjectStore, services: Services, run: str, step: int, de
     answer = take_step(services, run, step, str(stored.get("layout")), deadline_s)
     if "refused" in answer:
         return [Compared("train", "train.json", "(whole)", "committed", f"refused: {answer['refused']}")]
-    kept = {name: value for name, value in stored.items() if name not in NOT_COMPARED}
-    again = {name: value for name, value in answer["result"].items() if name not in NOT_COMPARED}
     return [
-        compared("train", "train.json", kept, again),
+        compared("train", "train.json", _said(stored), _said(answer["result"])),
         compared("train", "manifests/train.json", {"info": manifest.info}, {"info": stored}),
     ]
+
+
+def _said(result: dict[str, Any]) -> dict[str, Any]:
+    """What is compared; what a result of an earlier rl360 does not say, it would have said by default."""
+    defaults = {name: info.default for name, info in TrainResult.model_fields.items() if not info.is_required()}
+    said = {name: value for name, value in {**defaults, **result}.items() if name not in NOT_COMPARED}
+    whole: dict[str, Any] = orjson.loads(orjson.dumps(said))
+    return whole
 
 
 def launch(layout: str, run: str, step: int, out: Path, port: int) -> tuple[list[str], dict[str, str]]:

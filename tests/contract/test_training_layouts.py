@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("layouts")
     write_model(made / "dense")
     write_model(made / "moe", experts=EXPERTS)
+    write_model(made / "reference", seed=9)
     return made
 
 
@@ -46,14 +47,17 @@ def run(folder: Path) -> Run:
         sp: int = 0,
         start: str = "-",
         routing: str = "own",
+        count: int = 13,
+        objective: str = "plain",
     ) -> Any:
         name = f"{model}-{ranks}-{tp}-{pp}-{ep}-{sp}-{start}-{routing}"
+        name += "" if (count, objective) == (13, "plain") else f"-{count}-{objective}"
         if name not in done:
             after = str(folder / f"{start}.safetensors") if start != "-" else "-"
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
             command += ["--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0])]
             command += ["-m", "tests.contract.training_ranks", str(folder / model), str(folder), name]
-            command += [str(tp), str(pp), str(ep), str(sp), after, routing]
+            command += [str(tp), str(pp), str(ep), str(sp), after, routing, str(count), objective]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPO)}
             found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=REPO)
             assert found.returncode == 0, found.stderr[-3000:]
@@ -103,6 +107,31 @@ def test_layouts_replay_routing_as_one_process(run: Run, layout: dict[str, Any])
     assert_same(run("moe", **{"routing": "replay"} | layout), one)
     assert abs(one[0][0]["loss_weight_sum"] - run("moe", 1)[0][0]["loss_weight_sum"]) < 1e-6
     assert abs(one[0][0]["mean_abs_dlogp"] - run("moe", 1)[0][0]["mean_abs_dlogp"]) > 1e-2, "it is another forward"
+
+
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        ("kl", {"ranks": 2}),
+        ("kl", {"ranks": 2, "tp": 2}),
+        ("kl", {"ranks": 2, "pp": 2}),
+        ("reward", {"ranks": 2}),
+        ("reward", {"ranks": 2, "pp": 2}),
+    ],
+    ids=["dp2", "tp2", "pp2", "reward-dp2", "reward-pp2"],
+)
+def test_layouts_train_against_a_reference_and_kept_actors_as_one_process(
+    run: Run, objective: str, layout: dict[str, int]
+) -> None:
+    one = run("dense", 1, objective=objective)
+    assert_same(run("dense", **layout, objective=objective), one)
+    assert one[0][0]["kl_mean"] != 0 and one[0][1]["mean_loss"] != run("dense", 1)[0][1]["mean_loss"]
+
+
+@pytest.mark.parametrize(("model", "count"), [("dense", 1), ("moe", 3)])
+def test_ranks_without_a_sample_keep_step_and_count_for_nothing(run: Run, model: str, count: int) -> None:
+    """One sample on two ranks leaves one of them with padding alone, three leave it with less."""
+    assert_same(run(model, 2, count=count), run(model, 1, count=count))
 
 
 def test_a_checkpoint_moves_between_layouts(run: Run) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from rl360.errors import BadInput
 from rl360.store.manifest import Manifest, commit_manifest
-from rl360.store.progress import finished_steps, next_step, step_folders, weight_version
+from rl360.store.progress import finished_steps, next_step, refuse_nonfinite, step_folders, weight_version
 from tests.unit.memory_store import MemoryStore
 
 
@@ -60,3 +60,22 @@ def test_a_step_before_which_nothing_was_trained_is_refused() -> None:
     with pytest.raises(BadInput, match="step 5 of r1 cannot start: step 4 has not trained") as error:
         weight_version(MemoryStore(), "r1", 5)
     assert "\n" not in str(error.value)
+
+
+def test_steps_that_are_not_finite_stop_the_run_once_they_are_in_a_row() -> None:
+    store = MemoryStore()
+    for step, status in enumerate(
+        ("nonfinite", "nonfinite", "trained", "nonfinite", "empty", "nonfinite", "nonfinite")
+    ):
+        commit(store, step, "train", status=status, version_after=1)
+        refuse_nonfinite(store, "r1", step + 1, 3)  # type: ignore[arg-type]
+    commit(store, 7, "train", status="nonfinite", version_after=1)
+    with pytest.raises(
+        BadInput, match=r"steps 5 to 7 was not finite.* after 3 in a row \(trainer.max_nonfinite_steps\)"
+    ):
+        refuse_nonfinite(store, "r1", 8, 3)  # type: ignore[arg-type]
+    refuse_nonfinite(store, "r1", 8, 4)  # type: ignore[arg-type]  # raised, the run goes on
+    refuse_nonfinite(store, "r1", 7, 3)  # type: ignore[arg-type]  # a step that is not closed yet is closed
+    with pytest.raises(BadInput, match="steps 7 to 7"):
+        refuse_nonfinite(store, "r1", 8, 1)  # type: ignore[arg-type]
+    refuse_nonfinite(MemoryStore(), "r1", 0, 1)  # type: ignore[arg-type]

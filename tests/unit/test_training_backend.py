@@ -16,14 +16,14 @@ from rl360.config.run import ObjectiveConfig
 from rl360.errors import BadInput
 from rl360.objective.losses import policy_loss
 from rl360.objective.presets import PRESETS
-from rl360.training.megatron import cpu_hook, parallel
+from rl360.training.megatron import cpu_hook, hf_map, parallel
 from rl360.training.megatron.hf_dir import read_tensors, write_dir
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, ModelShape, check_layout, read_shape
 from rl360.training.megatron.modules import token_logprobs
 from rl360.training.megatron.policy import Optim, Policy
 from rl360.training.objective import policy_sums
-from rl360.training.packing import TrainSequence
+from rl360.training.packing import MicroBatch, TrainSequence, build
 from tests.unit.training_data import samples_of, write_model
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -82,6 +82,32 @@ def test_step_is_independent_of_micro_batches_and_moments_restore(policy: Policy
     assert digest_of(policy.weights()) == goal
 
 
+@pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
+def test_padding_micro_batches_leave_no_trace(policy: Policy, tmp_path: Path, experts: int) -> None:
+    """What keeps ranks in step is in no sum and no gradient, to the bit, with a KL and kept actors on: before, between
+    and after those that train."""
+    trained = policy if not experts else Policy(write_model(tmp_path, experts=experts), Layout(), Optim(lr=1e-2))
+    samples = [replace(one, versions=np.where(one.loss_mask, i % 2, -1)) for i, one in enumerate(sequences(5))]
+    tokens = sum(int(s.loss_mask.sum()) for s in samples)
+    fields = {"old_policy": "kept", "kl_coef": 0.2, "entropy_coef": 0.1}
+    sums = policy_sums(ObjectiveConfig.model_validate(fields), 1)
+    other = [part * 1.01 for part in trained.parts()]
+
+    def accumulated(batches: list[MicroBatch]) -> tuple[dict[str, float], float, dict[str, torch.Tensor]]:
+        found = trained.batch_logprobs(batches, parts=other)
+        judged = [replace(one, old=values, reference=values) for one, values in zip(batches, found, strict=True)]
+        told, norm = trained.accumulate(judged, sums, tokens)
+        return told, norm, hf_map.gather_hf(trained.core, trained.shape, Layout(), lambda p: p.main_grad)
+
+    one, two = trained.micro_batches(samples[:6], 4096), trained.micro_batches(samples[6:], 4096)
+    plain = accumulated([*one, *two])
+    dummy = build({}, ())
+    padded = accumulated([dummy, *one, dummy, dummy, *two, dummy])
+    assert padded[:2] == plain[:2] and plain[0]["kl"] > 0
+    assert plain[0]["tokens"] == tokens and plain[0]["samples"] == len(samples)
+    assert all(torch.equal(grad, plain[2][name]) for name, grad in padded[2].items())
+
+
 def near(policy: Policy, step: int) -> list[TrainSequence]:
     """Samples of an engine that was the policy, nearly, so that bounds and masks have something to do, and weights."""
     noise, samples = np.random.default_rng(5), []
@@ -98,7 +124,7 @@ def test_every_preset_trains_what_it_says(policy: Policy, preset: str) -> None:
     fields = {"preset": preset, "veto": 0.3, "off_policy_delta": 0.05, **wider}
     samples, config = near(policy, 6), ObjectiveConfig.model_validate(fields)
     tokens = [int(s.loss_mask.sum()) for s in samples]
-    config = config.model_copy(update={"kl_coef": 0.0})  # that term: test_training_others
+    config = config.model_copy(update={"kl_coef": 0.0})  # that term: test_training_kl
     whole, norm = policy.accumulate(policy.micro_batches(samples, 4096), policy_sums(config), sum(tokens))
     split, split_norm = policy.accumulate(policy.micro_batches(samples, 64), policy_sums(config), sum(tokens))
     assert (whole["tokens"], whole["samples"]) == (sum(tokens), len(samples))

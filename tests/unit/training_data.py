@@ -171,11 +171,13 @@ def batch(run: str, step: int, rows: list[dict[str, Any]], **changes: Any) -> by
     return pack({"schema_version": 4, "run": run, "step": step, "samples": rows, "decisions": []} | changes)
 
 
-def put_batch(store: Any, run: str, step: int, samples: list[dict[str, Any]]) -> dict[str, str]:
+def put_batch(store: Any, run: str, step: int, samples: list[dict[str, Any]], scored: bool = False) -> dict[str, str]:
     """Store the samples and the batch that refers to them, weighed for the mean over tokens; the body that asks the
-    trainer for the step."""
+    trainer for the step. scored: decisions with a score of each attempt are in the batch."""
     tokens = sum(int(np.count_nonzero(row["loss_mask"])) for row in samples)
-    data = batch(run, step, [stored_row(store, run, step, row, weight=1 / max(tokens, 1)) for row in samples])
+    decisions = [{"attempt_id": row["attempt_id"], "score": float(i % 2)} for i, row in enumerate(samples) if scored]
+    rows = [stored_row(store, run, step, row, weight=1 / max(tokens, 1)) for row in samples]
+    data = batch(run, step, rows, decisions=decisions)
     key = step_key(run, step, "filter.msgpack")
     store.put(key, data)
     return {"run": run, "batch_key": key, "batch_digest": sha256_hex(data)}
