@@ -37,11 +37,14 @@ def commit_train(rig: Rig, run: str, step: int, data: bytes) -> None:
     commit_manifest(rig.store, manifest)
 
 
-def test_an_optimizer_step_taken_again_ends_in_the_same_bits(rig: Rig) -> None:
+@pytest.mark.parametrize("kept", [False, True], ids=["plain", "kl-and-kept-actors"])
+def test_an_optimizer_step_taken_again_ends_in_the_same_bits(rig: Rig, kept: bool) -> None:
     """From a checkpoint two steps before, and from the starting policy; the running trainer stays where it is."""
-    run = rig.new_run("replayed")
+    fields: dict[str, Any] = {"objective": {"old_policy": "kept", "kl_coef": 0.1, "kl_estimator": "k2"}}
+    fields["trainer"] = {"lr": 1e-3, "kept_versions": 3}
+    run = rig.new_run(f"replayed-{kept}".lower(), **(fields if kept else {}))
     for step in range(STEPS):
-        rig.train(run, step)
+        assert rig.train(run, step)["actors_used"] == ([0] if kept and step else [])
         commit_train(rig, run, step, rig.store.get(step_key(run, step, "train.json")))
         if step == 1:
             assert rig.ask("POST", f"/runs/{run}/checkpoints/1").status_code == 200

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
-from rl360.store.layout import checkpoint_prefix, merged_key, step_key
+from rl360.store.layout import actor_prefix, checkpoint_prefix, merged_key, step_key
 from rl360.training.results import TrainResult
 from tests.contract.trainer_rig import Rig, Trap
 from tests.unit.training_data import sample, samples_of, untrained
@@ -24,6 +24,7 @@ from tests.unit.training_data import sample, samples_of, untrained
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
 BATCH_READ = re.compile(rb"GET /\S*/filter\.msgpack")
 SAMPLE_READ = re.compile(rb"GET /\S*/merged/0000/\S*-a05-t0\.msgpack")
+ACTOR_WRITE = re.compile(rb"PUT /\S*/actors/000001/manifest\.json")
 RECORD_WRITE = re.compile(rb"PUT /\S*/train\.json")
 
 
@@ -267,6 +268,32 @@ def test_killed_trainer_goes_on_as_if_nothing_happened(rig: Rig, reference: list
     assert reply.json()["weights_digest"] == reference[2]["weights_digest"]
     assert reply.json()["version_after"] == 3
     assert rig.train(run, 3)["weights_digest"] == reference[3]["weights_digest"]
+
+
+@pytest.mark.chaos
+def test_a_trainer_killed_while_it_keeps_an_actor_keeps_it_again(rig: Rig) -> None:
+    """Version 1 is trained and recorded, its actor half written; the restart replays, keeps the same and goes on."""
+    fields: dict[str, Any] = {"objective": {"old_policy": "kept", "kl_coef": 0.1}}
+    fields["trainer"] = {"lr": 1e-3, "kept_versions": 2}
+    calm, run = rig.new_run("kept-calm", **fields), rig.new_run("kept-killed", **fields)
+    expected = [rig.train(calm, step) for step in range(3)]
+    assert [each["actors_used"] for each in expected] == [[], [0], [0]]
+    rig.train(run, 0)
+    body = rig.put_batch(run, 1)
+    rig.wire.sprung, rig.wire.trap = 0, Trap(ACTOR_WRITE, rig.kill_rank)
+    with pytest.raises(httpx.HTTPError):
+        rig.ask("PUT", "/steps/1", body)
+    assert rig.wire.sprung == 1
+    rig.restart()
+    assert not rig.store.exists(actor_prefix(run, 1) + "manifest.json")
+    reply = rig.ask("PUT", "/steps/1", body)
+    assert reply.status_code == 200, reply.text
+    for found, wanted in ((reply.json(), expected[1]), (rig.train(run, 2), expected[2])):
+        assert (found["weights_digest"], found["loss"]) == (wanted["weights_digest"], wanted["loss"])
+    for version in range(3):
+        kept = [orjson.loads(rig.store.get(actor_prefix(each, version) + "manifest.json")) for each in (calm, run)]
+        assert kept[0]["weights_digest"] == kept[1]["weights_digest"]
+        assert kept[0]["weights"]["sha256"] == kept[1]["weights"]["sha256"]
 
 
 @pytest.mark.chaos

@@ -127,7 +127,7 @@ def merged(row: dict[str, Any], leaf: int = 0) -> MergedSample:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]]).astype(np.int8)))
     sampled_by = row.get("sampled_by", (0,))
     spans = [
-        (int(start), int(end), f"r1:{sampled_by[i % len(sampled_by)]}")
+        (int(start), int(end), f"{row.get('run', 'r1')}:{sampled_by[i % len(sampled_by)]}")
         for i, (start, end) in enumerate(edges.reshape(-1, 2))
     ]
     return MergedSample(
@@ -150,7 +150,7 @@ def merged(row: dict[str, Any], leaf: int = 0) -> MergedSample:
 
 def stored_row(store: Any, run: str, step: int, row: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Store the sample as an object of its own; its row of the batch."""
-    data = encode_samples([merged(row)])
+    data = encode_samples([merged({"run": run} | row)])
     key = merged_key(run, step, 0, row["attempt_id"])
     store.put(key, data)
     return {
