@@ -51,7 +51,15 @@ class PrefectApi:
         """Create a flow run of `flow/deployment`; parameters the form would refuse are refused here too."""
         found = self._call("GET", f"/deployments/name/{deployment}")
         body = {"parameters": parameters, "idempotency_key": uuid.uuid4().hex}  # asked twice, it is still one flow run
-        return _flow_run(self._call("POST", f"/deployments/{found['id']}/create_flow_run", body))
+        try:
+            return _flow_run(self._call("POST", f"/deployments/{found['id']}/create_flow_run", body))
+        except ServiceError as error:
+            if "Validation failed" not in str(error):
+                raise
+            raise Rl360Error(
+                f"deployment {deployment} was made by another version of rl360 and does not know this config: run "
+                f"`rl360 down` and `rl360 up`, on a cluster `prefect deploy --all` ({error})"
+            ) from None
 
     def flow_run(self, flow_run_id: str) -> FlowRun:
         return _flow_run(self._call("GET", f"/flow_runs/{flow_run_id}"))

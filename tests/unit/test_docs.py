@@ -42,19 +42,13 @@ def test_commands_in_the_pages_exist() -> None:
     for page in PAGES:
         for first, second in re.findall(r"(?:^|[`/ ])rl360 ([a-z-]+)(?: ([a-z-]+))?", page.read_text(), re.MULTILINE):
             if f"rl360 {first}" in ("rl360 run", "rl360 tasks", "rl360 fleet", "rl360 model") and second:
-                assert second in known[first] or f"{first} {second}" in NOT_BUILT, (
-                    f"{page.name}: rl360 {first} {second}"
-                )
-            elif first in known or first in NOT_BUILT:
+                assert second in known[first], f"{page.name}: rl360 {first} {second}"
+            elif first in known:
                 continue
             else:
                 assert not re.search(rf"`(?:\.venv/bin/)?rl360 {first}\b", page.read_text()), (
                     f"{page.name}: rl360 {first}"
                 )
-
-
-# named in docs/architecture.md as not built yet
-NOT_BUILT = {"run fork"}
 
 
 def test_fields_in_the_pages_exist() -> None:

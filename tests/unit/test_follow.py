@@ -119,6 +119,15 @@ def test_a_busy_prefect_is_asked_again_for_the_same_flow_run() -> None:
     assert first == second and len(first["idempotency_key"]) == 32
 
 
+def test_a_deployment_of_another_version_is_named_as_that() -> None:
+    refused = (409, {"detail": "Validation failed for field 'config.trainer'. 'witness' was unexpected"})
+    with (
+        prefect((200, {"id": "d"}), refused) as (url, _),
+        pytest.raises(Rl360Error, match="another version .* `rl360 up`"),
+    ):
+        PrefectApi(url, url).trigger("rl_run/local", {"config": {}})
+
+
 def test_cancelling_is_asked_for_not_forced() -> None:
     with prefect((200, {})) as (url, asked):
         PrefectApi(url, url).cancel("1", "why")
