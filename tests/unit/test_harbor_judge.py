@@ -273,7 +273,7 @@ VALUES = st.recursive(
 ANSWERS = st.text(max_size=40) | VALUES.map(json.dumps) | VALUES.map(lambda value: json.dumps({"score": value}))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ANSWERS, st.sampled_from([(0.0, 1.0), (0.0, 10.0), (-1.0, 1.0), (1.0, 5.0)]))
 @example('{"score": 1}', (0.0, 1.0))
 @example('{"score": 1.0000000000000002}', (0.0, 1.0))
@@ -307,7 +307,7 @@ CHOICE = st.fixed_dictionaries({"message": VALUES, "finish_reason": st.just("sto
 REPLY = st.fixed_dictionaries({"choices": VALUES | st.lists(CHOICE, max_size=2), "usage": VALUES})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=60) | (VALUES | REPLY).map(lambda value: json.dumps(value).encode()))
 def test_no_reply_breaks_the_reader(data: bytes) -> None:
     with pytest.raises(JudgeError):
