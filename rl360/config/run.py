@@ -336,6 +336,9 @@ class TrainerConfig(_Section):
     grad_clip: float = Field(1.0, gt=0)
     max_tokens_per_micro_batch: int = Field(4096, ge=64)
     routing_replay: bool = Field(False, description="train a mixture of experts with the experts that the engine chose")
+    witness: bool = Field(
+        False, description="see in the model which samples get a gradient; refuse a step that differs"
+    )
     kept_versions: int = Field(
         0, ge=0, le=64, description="earlier versions whose samples may train, with objective.old_policy kept"
     )

@@ -22,6 +22,7 @@ from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, parallel_state
 from rl360.training.megatron.parallel import together
 from rl360.training.megatron.policy import Optim, Policy, StepSums
+from rl360.training.megatron.witness import Witness
 from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch
 from rl360.training.results import Batch, StepStatus, TrainResult, parse_batch, read_samples
@@ -194,8 +195,12 @@ class Replica:
             self.actors.keep(at.version, at.digest)
             micro, used = self.actors.prepare(batch, micro, at.version)
             loss_sums = policy_sums(at.config.objective, at.version)
-            sums = policy.step(micro, loss_sums, tokens, at.config.rollout.temperature)
-            done = {"actors_used": used, "weights_digest": digest_of(policy.weights())}
+            objective, witness = at.config.objective, None
+            if at.config.trainer.witness:
+                witness = Witness(batch.rows, other_terms=bool(objective.entropy_coef or objective.kl_coef))
+            sums = policy.step(micro, loss_sums, tokens, at.config.rollout.temperature, witness)
+            done: dict[str, object] = {"actors_used": used, "weights_digest": digest_of(policy.weights())}
+            done["witness"] = None if witness is None else witness.report
             result = result.model_copy(update=_outcome(sums, tokens, at) | done)
         result = result.model_copy(update={"seconds": round(time.monotonic() - started, 4)})
         self.at = replace(at, next_step=command.step + 1, version=result.version_after, digest=result.weights_digest)

@@ -39,6 +39,17 @@ class StepStatus(StrEnum):
     NONFINITE = "nonfinite"  # loss or gradient was not finite: refused, no optimizer step
 
 
+class Witnessed(BaseModel):
+    """What the witness saw (rl360.training.megatron.witness): samples and positions with a gradient."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    samples: int
+    tokens: int
+    digest: str = Field(description="of the samples' names: rl360.ledger.checks.samples_digest")
+    cannot_tell: int = Field(description="samples with fewer positions than booked, which clips or masks may explain")
+
+
 class TrainResult(BaseModel):
     """The outcome of a step. Means are over trained tokens and null when nothing trained, never 0."""
 
@@ -63,6 +74,7 @@ class TrainResult(BaseModel):
     entropy: float | None = None
     kl_mean: float | None = Field(None, description="of the KL's estimate to the reference; null without one")
     actors_used: tuple[int, ...] = Field((), description="earlier versions whose kept actors gave old log-probs")
+    witness: Witnessed | None = Field(None, description="with trainer.witness: which samples had a gradient")
     weights_digest: str
     seconds: float
     batch_key: str

@@ -37,6 +37,7 @@ from rl360.store.object_store import ObjectStore
 from rl360.training.director import Conflict, Director, ExportBody, StepBody, UnknownRun
 from rl360.training.megatron import parallel
 from rl360.training.megatron.model import Layout
+from rl360.training.megatron.witness import WitnessDisagrees
 from rl360.training.replica import Command, Replica
 from rl360.weights.messages import ChecksumRequest, PushPlan
 
@@ -47,6 +48,7 @@ _STATUS: tuple[tuple[type[Rl360Error], int], ...] = (
     (Conflict, 409),
     (CorruptObject, 422),
     (ReplayMismatch, 422),
+    (WitnessDisagrees, 422),
     (StoreUnavailable, 503),
     (BadInput, 400),
 )

@@ -22,6 +22,7 @@ from rl360.store.codec import sha256_hex
 from rl360.store.layout import merged_key
 from tests.unit.verdict_data import verdict
 
+VOCAB = 64
 OBJECTS: dict[str, bytes] = {}  # the sample objects made here, by their sha256
 
 
@@ -57,7 +58,7 @@ def sample_of(
         task_id="chores-rename",
         session_id=f"session-{attempt_id}",
         leaf=leaf,
-        tokens=rng.integers(0, 1024, len(mask)).astype(np.int32),
+        tokens=rng.integers(0, VOCAB, len(mask)).astype(np.int32),
         loss_mask=mask,
         logprobs=logprobs,
         version_spans=spans,

@@ -40,8 +40,9 @@ from rl360.ledger.outcomes import Outcome
 from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import FilterResult, filter_groups
 from rl360.objective.losses import policy_loss
-from rl360.sessions.sample import AttemptRecord
-from tests.unit.objective_data import attempt, sample_at
+from rl360.sessions.sample import AttemptRecord, decode_samples
+from rl360.store.layout import merged_key
+from tests.unit.objective_data import OBJECTS, attempt, sample_at, store_samples
 from tests.unit.verdict_data import renamed
 
 CONFIG = ObjectiveConfig()
@@ -80,7 +81,10 @@ def again(record: AttemptRecord) -> AttemptRecord:
     """The same attempt's second try."""
     name = record.attempt_id.replace("-t0", "-t1")
     verdict = None if record.verdict is None else renamed(record.verdict, attempt_id=name)
-    return replace(record, attempt_id=name, try_index=1, verdict=verdict)
+    assert record.stored is not None
+    merged = decode_samples(OBJECTS[record.stored.sha256], name)
+    stored = store_samples([replace(each, attempt_id=name) for each in merged], merged_key("demo", 0, 0, name))
+    return replace(record, attempt_id=name, try_index=1, verdict=verdict, stored=stored)
 
 
 def decided(records: list[AttemptRecord]) -> FilterResult:

@@ -25,6 +25,7 @@ from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.model import Layout, build_model, parallel_state, read_shape
 from rl360.training.megatron.modules import token_logprobs
 from rl360.training.megatron.replay import replaying
+from rl360.training.megatron.witness import Witness, watching
 from rl360.training.packing import MicroBatch, TrainSequence, build, plan
 
 METRICS = ("loss", "weight", "tokens", "samples", "clipped", "tis", "masked", "abs_dlogp", "entropy", "kl")
@@ -145,6 +146,7 @@ class Policy:
         divisor: float,
         forward_only: bool,
         temperature: float = 1.0,
+        witness: Witness | None = None,
     ) -> list[Any]:
         """The micro-batches through Megatron's schedule; on the last pipeline stage what `loss_sums` gave for each.
 
@@ -156,11 +158,13 @@ class Policy:
             no_divisor = torch.zeros((), dtype=torch.int, device=output.device)  # ours is applied right here
             return sums[0] / divisor, no_divisor, [s.detach() for s in sums]
 
-        with replaying(self.core) as replay:
+        with replaying(self.core) as replay, watching(self.core, witness) as watch:
 
             def forward_step(stream: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-                batch = _to_device(next(stream))
+                held = next(stream)
+                batch = _to_device(held)
                 replay(batch.routing)
+                watch(held.indices)
                 return model(batch.inputs, None, None), partial(on_output, batch)
 
             return get_forward_backward_func()(
@@ -176,23 +180,36 @@ class Policy:
     # -- training -----------------------------------------------------------------------------------------------
 
     def step(
-        self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float, temperature: float = 1.0
+        self,
+        batches: Sequence[MicroBatch],
+        loss_sums: LossSums,
+        divisor: float,
+        temperature: float = 1.0,
+        witness: Witness | None = None,
     ) -> StepSums:
-        """One optimizer step on the gradient of (sum over all ranks' batches of the first sum) / divisor."""
-        sums, grad_norm = self.accumulate(batches, loss_sums, divisor, temperature)
+        """One optimizer step on the gradient of (sum over all ranks' batches of the first sum) / divisor. A witness
+        that disagrees raises before anything is changed."""
+        sums, grad_norm = self.accumulate(batches, loss_sums, divisor, temperature, witness)
         finite = math.isfinite(grad_norm) and all(math.isfinite(v) for v in sums.values())
         if finite:
+            if witness is not None:
+                witness.settle(sums)
             self.optimizer.step()
         return StepSums(finite, grad_norm, sums)
 
     def accumulate(
-        self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float, temperature: float = 1.0
+        self,
+        batches: Sequence[MicroBatch],
+        loss_sums: LossSums,
+        divisor: float,
+        temperature: float = 1.0,
+        witness: Witness | None = None,
     ) -> tuple[dict[str, float], float]:
         """Gradients into the buffers, reduced over all ranks; returns the sums and the global gradient norm."""
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        per_batch = self._run(batches, loss_sums, divisor, forward_only=False, temperature=temperature)
+        per_batch = self._run(batches, loss_sums, divisor, forward_only=False, temperature=temperature, witness=witness)
         self.optimizer.prepare_grads()
         total = torch.zeros(len(self.metrics), dtype=torch.float64)
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
