@@ -123,7 +123,7 @@ def test_a_deployment_of_another_version_is_named_as_that() -> None:
     refused = (409, {"detail": "Validation failed for field 'config.trainer'. 'witness' was unexpected"})
     with (
         prefect((200, {"id": "d"}), refused) as (url, _),
-        pytest.raises(Rl360Error, match="another version .* `rl360 up`"),
+        pytest.raises(Rl360Error, match=r"another version .* `rl360 up`"),
     ):
         PrefectApi(url, url).trigger("rl_run/local", {"config": {}})
 
