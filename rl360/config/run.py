@@ -154,7 +154,7 @@ _NOT_WIRED = {
     "gae": "gae needs a critic, and the trainer trains none; rl360.objective.gae has the formula",
 }
 _KL_FIELDS = ("kl_coef", "kl_estimator", "kl_in", "reference")
-_LATER = frozenset(_KL_FIELDS)  # fields that the first frozen configs do not have
+_FROZEN = {"disagreement_rtol", "veto", "off_policy_delta", "reduction_constant"}  # only a whole config names them all
 _KL_IN_REWARD = ("rloo", "reinforce_pp")
 
 
@@ -233,7 +233,7 @@ class ObjectiveConfig(_Section):
         name = given.get("preset") if isinstance(given, dict) else None
         if not isinstance(name, str) or name not in PRESETS:
             return given
-        if "kl_coef" not in given and cls.model_fields.keys() - given.keys() <= _LATER:
+        if "kl_coef" not in given and given.keys() >= _FROZEN:
             return given  # frozen before there was a KL term: the run goes on without one, whatever its recipe says now
         return {**PRESETS[name], **given}
 
