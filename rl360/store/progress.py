@@ -35,9 +35,9 @@ def refuse_nonfinite(store: ObjectStore, run: str, step: int, limit: int) -> Non
     found = [read_manifest(store, run, each, "train") for each in reversed(earlier)]
     if len(found) == limit and all(each is not None and each.info.get("status") == "nonfinite" for each in found):
         raise BadInput(
-            f"run {run}: loss or gradient of steps {earlier[0]} to {earlier[-1]} was not finite, they changed nothing; a "
-            f"run stops after {limit} in a row (trainer.max_nonfinite_steps). Raise that to go on as it is, or fork the "
-            "run with another objective or learning rate"
+            f"run {run}: loss or gradient of steps {earlier[0]} to {earlier[-1]} was not finite, they changed nothing; "
+            f"a run stops after {limit} in a row (trainer.max_nonfinite_steps). Raise that to go on as it is, or fork "
+            "the run with another objective or learning rate"
         )
 
 
