@@ -290,12 +290,12 @@ def _api(services: Services) -> PrefectApi:
 
 def with_absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
     """Paths as this directory means them: the flow runs in another one."""
-    for section in ("taskset", "model"):
+    for section, name in (("taskset", "path"), ("model", "path"), ("objective", "reference")):
         part = fields.get(section)
-        if not isinstance(part, dict) or not isinstance(path := part.get("path"), str):
+        if not isinstance(part, dict) or not isinstance(path := part.get(name), str):
             continue
         if path and not path.startswith("builtin:"):
-            part["path"] = str(Path(path).expanduser().absolute())
+            part[name] = str(Path(path).expanduser().absolute())
     return fields
 
 

@@ -52,6 +52,11 @@ def test_values_are_json_or_else_text(item: str, path: tuple[str, ...], value: o
     assert held == value
 
 
+def test_a_reference_policy_is_where_this_directory_says() -> None:
+    found = read_config(None, ["objective.kl_coef=0.1", "objective.reference=m"])
+    assert found.objective.reference == str(Path("m").absolute())
+
+
 @pytest.mark.parametrize(
     ("item", "words"),
     [
