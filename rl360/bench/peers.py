@@ -30,7 +30,7 @@ NOTHING_LISTED = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucke
 def verdict_of(run: str, task_id: str, attempt_id: str, reward: float) -> Verdict:
     """What the benched verifier says."""
     said = {"run": run, "task_id": task_id, "attempt_id": attempt_id, "verifier_digest": "ab" * 32}
-    return sign(run_key(TOKEN, run), finished_at=1_700_000_320.0, reward=reward, judge=None, **said)
+    return sign(run_key(TOKEN, run), finished_at=1_700_000_320.0, reward=reward, **said)
 
 
 class Peers:

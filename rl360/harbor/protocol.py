@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rl360.config.run import JudgeConfig
 from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
 
@@ -23,18 +24,11 @@ class SandboxLimits(BaseModel):
     output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
 
 
-class JudgeOrder(BaseModel):
+class JudgeOrder(JudgeConfig):
     """How a judged task's judge is asked: the run's choice. Where it is, and its key, only the sandbox server knows."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
     model: str = Field(min_length=1, max_length=200)
-    temperature: float | None = Field(0.0, ge=0)
-    max_tokens: int = Field(1024, ge=1)
-    response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
     timeout_s: float = Field(gt=0, description="all calls of an attempt, their pauses and waiting for room")
-    call_s: float = Field(gt=0, description="one call")
-    retries: int = Field(ge=0, le=20)
 
 
 class RunRequest(BaseModel):

@@ -15,7 +15,7 @@ import hmac
 import json
 import math
 import struct
-from typing import Literal, NewType
+from typing import Any, Literal, NewType
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -96,29 +96,10 @@ def signed_bytes(
     return _JUDGED_LABEL + named + json.dumps(judge.model_dump(), sort_keys=True, separators=(",", ":")).encode()
 
 
-def sign(
-    key: bytes,
-    *,
-    run: str,
-    task_id: str,
-    attempt_id: str,
-    verifier_digest: str,
-    finished_at: float,
-    reward: float,
-    judge: JudgeReceipt | None = None,
-) -> Verdict:
-    """The verdict, signed. ValueError for a number that is none. For the verifier alone."""
-    signature = _seal(key, signed_bytes(run, task_id, attempt_id, verifier_digest, finished_at, reward, judge))
-    return Verdict(
-        run=run,
-        task_id=task_id,
-        attempt_id=attempt_id,
-        reward=reward,
-        verifier_digest=verifier_digest,
-        finished_at=finished_at,
-        judge=judge,
-        signature=signature,
-    )
+def sign(key: bytes, **said: Any) -> Verdict:
+    """The verdict, signed. `said`: what `signed_bytes` takes. ValueError for a number that is none. For the verifier
+    alone."""
+    return Verdict(**said, signature=_seal(key, signed_bytes(**said)))
 
 
 def receipt_problem(verdict: Verdict, key: bytes, run: str) -> str | None:

@@ -45,6 +45,7 @@ MAX_REWARD_BYTES = 65_536
 MAX_LOG_BYTES = 2000
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 SIGNALLED = 128
+Found = tuple[float | None, Outcome | None, str]  # a reward or the problem, and a line about it
 
 
 class RewardError(Rl360Error):
@@ -91,15 +92,6 @@ class Verification:
     log: str
 
 
-@dataclass(frozen=True)
-class _Script:
-    """What test.sh came to: a reward, or the problem."""
-
-    reward: float | None
-    problem: Outcome | None
-    log: str
-
-
 async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> Verification:
     """Run the task's tests over the workspace, its judge, or both; the agent's sandbox must be proven gone already.
 
@@ -114,20 +106,19 @@ async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[Stop
         return Verification(None, Outcome.JUDGE_ERROR, "the task is judged by an LLM and there is no judge")
     with order.timed("judge"):
         evidence = await asyncio.to_thread(_evidence, order, terms, bench)
-    script = None
+    script_reward = None
     if terms.mode == "after_script":
         with order.timed("verify"):
-            script = await _run_script(provider, order, stops)
-        if script.reward is None or script.reward < PASS_REWARD:
+            script_reward, *_ = script = await _run_script(provider, order, stops)
+        if script_reward is None or script_reward < PASS_REWARD:
             return _concluded(order, script)
-    script_reward = None if script is None else script.reward
     try:
         with order.timed("judge"):
             receipt = await bench.judge.ask(bench.http, bench.order, terms, evidence, bench.spent, script_reward)
     except JudgeError as error:
         return Verification(None, Outcome.JUDGE_ERROR, str(error))
     said = f"{receipt.model} at {receipt.host}: {receipt.score:g} of {terms.score_min:g} to {terms.score_max:g}"
-    return _concluded(order, _Script(terms.reward(receipt.score), None, said), receipt)
+    return _concluded(order, (terms.reward(receipt.score), None, said), receipt)
 
 
 def _evidence(order: VerifyOrder, terms: JudgeTerms, bench: Bench) -> Evidence:
@@ -138,7 +129,7 @@ def _evidence(order: VerifyOrder, terms: JudgeTerms, bench: Bench) -> Evidence:
     return Evidence(task.instruction, said, files)
 
 
-async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> _Script:
+async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> Found:
     environment = order.task.config.environment
     tests = await provider.publish(order.task.tests_dir, order.task.verifier_digest)
     spec = SandboxSpec(
@@ -156,7 +147,7 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
         sandbox = await provider.create(spec)
     except SandboxStartError as error:
         stops.extend([error.proof] if error.proof is not None else [])
-        return _Script(None, Outcome.SANDBOX_START, str(error))
+        return (None, Outcome.SANDBOX_START, str(error))
     problem: Outcome | None = None
     try:
         result = await sandbox.exec("bash /tests/test.sh", order.timeout_s, MAX_LOG_BYTES)
@@ -171,22 +162,23 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
     finally:
         stop = await stop_surely(sandbox, stops)
     if problem is not None:
-        return _Script(None, problem, log)
+        return (None, problem, log)
     if not stop.confirmed:
         # something may still write the file, so what it says now is not what the verifier said
-        return _Script(None, Outcome.VERIFIER_ERROR, f"verifier sandbox not proven gone: {stop.evidence}")
+        return (None, Outcome.VERIFIER_ERROR, f"verifier sandbox not proven gone: {stop.evidence}")
     try:
         reward = read_reward(order.workspace.logs)
     except RewardError as error:
-        return _Script(None, Outcome.VERIFIER_ERROR, str(error))
+        return (None, Outcome.VERIFIER_ERROR, str(error))
     if reward is None:
-        return _Script(None, Outcome.NO_VERDICT, f"test.sh wrote no reward file; {log}")
-    return _Script(reward, None, log)
+        return (None, Outcome.NO_VERDICT, f"test.sh wrote no reward file; {log}")
+    return (reward, None, log)
 
 
-def _concluded(order: VerifyOrder, script: _Script, judge: JudgeReceipt | None = None) -> Verification:
-    if script.reward is None:
-        return Verification(None, script.problem, script.log)
+def _concluded(order: VerifyOrder, found: Found, judge: JudgeReceipt | None = None) -> Verification:
+    reward, problem, log = found
+    if reward is None:
+        return Verification(None, problem, log)
     verdict = sign(
         order.key,
         run=order.run,
@@ -194,10 +186,10 @@ def _concluded(order: VerifyOrder, script: _Script, judge: JudgeReceipt | None =
         attempt_id=order.attempt_id,
         verifier_digest=order.task.verifier_digest,
         finished_at=time.time(),
-        reward=script.reward,
+        reward=reward,
         judge=judge,
     )
-    return Verification(verdict, None, script.log)
+    return Verification(verdict, None, log)
 
 
 def read_reward(folder: Path) -> float | None:
