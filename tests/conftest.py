@@ -6,6 +6,7 @@ they stand beside services a person has up. RL360_TEST_HOME names a home whose s
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -22,6 +23,19 @@ PORT_BASE = 15_000
 CLI_DEADLINE_S = 600
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+gc.disable()  # until all is collected: importing makes millions of objects and hardly a cycle, a third of the time
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays to the end: no collection of garbage needs to walk through it."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+    gc.enable()
 
 
 def run_cli(home: str | Path, *args: str, deadline_s: float = CLI_DEADLINE_S) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,8 +14,7 @@ from pydantic import BaseModel
 
 from rl360.config.run import DeadlinesConfig, RunConfig, frozen_differences
 from rl360.errors import BadInput
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.product_sources import ROOT, files, text_of
 
 
 def leaves(section: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -53,13 +51,12 @@ def test_every_field_is_read_somewhere(path: tuple[str, ...]) -> None:
     word = re.compile(rf"\.{path[-1]}\b")
     readers = [
         file
-        for layer in ("rl360", "tasks", "flows")
-        for file in (ROOT / layer).rglob("*.py")
+        for file in files("rl360", "tasks", "flows")
         if file.name != "run.py" or file.parent.name != "config"
-        if word.search(file.read_text())
+        if word.search(text_of(file))
     ]
     within = path[0] == "deadlines" or path[-1] == "reduction_constant"  # by a sum or a property of the config
-    own = word.search((ROOT / "rl360/config/run.py").read_text()) if within else None
+    own = word.search(text_of(ROOT / "rl360/config/run.py")) if within else None
     assert readers or own, f"nothing reads {'.'.join(path)}"
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.product_sources import ROOT, files, tree_of
+
 LAYERS = ("rl360", "tasks", "flows", "infra")
 PURE = ("objective", "ledger", "store", "config")
 SERVICE_LIBRARIES = {"httpx", "fastapi", "starlette", "uvicorn", "sglang", "megatron", "prefect", "requests", "aiohttp"}
@@ -35,7 +36,7 @@ def _imports(tree: ast.Module, module: str, *, typing_too: bool) -> set[str]:
     nodes: list[ast.AST] = [tree]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not typing_too:
+        if isinstance(node, ast.If) and not typing_too and "TYPE_CHECKING" in ast.unparse(node.test):
             nodes += node.orelse
             continue
         if isinstance(node, ast.Import):
@@ -50,18 +51,23 @@ def _imports(tree: ast.Module, module: str, *, typing_too: bool) -> set[str]:
     return found
 
 
-def _modules(*, typing_too: bool = True) -> dict[str, set[str]]:
+@functools.cache
+def _modules(*, typing_too: bool) -> dict[str, set[str]]:
     """Path of every product module -> what it imports."""
     found = {}
-    for layer in LAYERS:
-        for path in sorted((ROOT / layer).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            module = name.removesuffix(".py").replace("/", ".")
-            found[name] = _imports(ast.parse(path.read_text()), module, typing_too=typing_too)
+    for path in files(*LAYERS):
+        name = path.relative_to(ROOT).as_posix()
+        module = name.removesuffix(".py").replace("/", ".")
+        found[name] = _imports(tree_of(path), module, typing_too=typing_too)
     return found
 
 
-EVERY, AT_RUN_TIME = _modules(), _modules(typing_too=False)
+def every() -> dict[str, set[str]]:
+    return _modules(typing_too=True)
+
+
+def at_run_time() -> dict[str, set[str]]:
+    return _modules(typing_too=False)
 
 
 def _tops(names: set[str]) -> set[str]:
@@ -73,8 +79,8 @@ def test_the_walk_sees_late_relative_and_typing_imports() -> None:
     tree = ast.parse(source)
     assert _imports(tree, "rl360.a.x", typing_too=False) == {"typing", "typing.TYPE_CHECKING", "rl360.b", "rl360.b.c"}
     assert "torch" in _imports(tree, "rl360.a.x", typing_too=True)
-    assert len(EVERY) > 80
-    assert "prefect" in _tops(EVERY["tasks/train.py"])
+    assert len(every()) > 80
+    assert "prefect" in _tops(every()["tasks/train.py"])
 
 
 @pytest.mark.parametrize(
@@ -82,12 +88,12 @@ def test_the_walk_sees_late_relative_and_typing_imports() -> None:
     [("rl360", {"prefect", "tasks", "flows"}), ("tasks", {"flows", "infra"}), ("flows", {"infra"})],
 )
 def test_layers_import_downwards_only(layer: str, forbidden: set[str]) -> None:
-    wrong = {path: sorted(_tops(names) & forbidden) for path, names in EVERY.items() if path.startswith(f"{layer}/")}
+    wrong = {path: sorted(_tops(names) & forbidden) for path, names in every().items() if path.startswith(f"{layer}/")}
     assert not {path: names for path, names in wrong.items() if names}
 
 
 def test_only_the_command_line_knows_the_local_supervisor() -> None:
-    users = {path for path, names in EVERY.items() if path.startswith("rl360/") and "infra" in _tops(names)}
+    users = {path for path, names in every().items() if path.startswith("rl360/") and "infra" in _tops(names)}
     assert users == {"rl360/commands/services.py"}
 
 
@@ -96,7 +102,7 @@ def test_the_pure_parts_import_no_service(part: str) -> None:
     """Neither a library that talks to one nor a package of ours that is one; types are no dependency at run time."""
     allowed = {f"rl360.{name}" for name in (*PURE, "errors")}
     wrong = {}
-    for path, names in AT_RUN_TIME.items():
+    for path, names in at_run_time().items():
         if not path.startswith(f"rl360/{part}/"):
             continue
         ours = {".".join(name.split(".")[:2]) for name in names if name.startswith("rl360.")}
@@ -106,12 +112,12 @@ def test_the_pure_parts_import_no_service(part: str) -> None:
 
 
 def test_torch_is_imported_only_where_something_computes() -> None:
-    users = [path for path, names in AT_RUN_TIME.items() if "torch" in _tops(names)]
+    users = [path for path, names in at_run_time().items() if "torch" in _tops(names)]
     assert not [path for path in users if not path.startswith(COMPUTES)]
 
 
 def test_the_objective_talks_to_no_process_group() -> None:
-    for path, names in EVERY.items():
+    for path, names in every().items():
         if path.startswith("rl360/objective/"):
             assert not [name for name in names if name.startswith("torch.distributed")], path
 

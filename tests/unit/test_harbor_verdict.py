@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from rl360.harbor.verdict import JudgeReceipt, Verdict, receipt_problem, run_key, sign, signed_bytes
 from rl360.harbor.verifier import VerifyOrder
 from rl360.store.codec import pack, unpack
+from tests.unit.product_sources import ROOT, files, nodes_of, text_of
 from tests.unit.verdict_data import TOKEN, verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 KEY = run_key(TOKEN, "demo")
 GOOD = verdict("s000000-g000-a00-t0", 0.5)
 
@@ -156,28 +156,25 @@ def test_no_field_runs_into_the_next() -> None:
 def _uses(path: Path) -> set[str]:
     """Which of `sign`, `Signature` and a call of `Verdict` a module has."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module == "rl360.harbor.verdict":
             found |= {alias.name for alias in node.names} & {"sign", "Signature"}
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("Verdict", "model_construct"):
-            found.add(ast.unparse(node.func))
+        called = getattr(node, "func", None)
+        if getattr(called, "attr", getattr(called, "id", "")) in ("Verdict", "model_construct"):
+            found.add(ast.unparse(called))
     return found
 
 
 def test_only_the_verifier_makes_verdicts() -> None:
     """The benchmarks stand in for a sandbox server, under a token of their own."""
-    files = (path for top in ("rl360", "tasks", "flows", "infra", "scripts") for path in (ROOT / top).rglob("*.py"))
-    makes = {str(path.relative_to(ROOT)): uses for path in files if (uses := _uses(path))}
+    product = files("rl360", "tasks", "flows", "infra", "scripts")
+    makes = {str(path.relative_to(ROOT)): uses for path in product if (uses := _uses(path))}
     assert makes.pop("rl360/bench/peers.py") == {"sign"}
     assert makes == {"rl360/harbor/verdict.py": {"Verdict"}, "rl360/harbor/verifier.py": {"sign"}}
 
 
 def test_only_the_judge_makes_what_a_judge_said() -> None:
-    calls = [
-        path
-        for path in (ROOT / "rl360").rglob("*.py")
-        if "JudgeReceipt(" in path.read_text().replace("class Judge", "")
-    ]
+    calls = [path for path in files("rl360") if "JudgeReceipt(" in text_of(path).replace("class Judge", "")]
     assert [path.name for path in calls] == ["judge.py"]
 
 

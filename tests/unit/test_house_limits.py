@@ -8,9 +8,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rl360.config.run import RunConfig
+from tests.unit.product_sources import ROOT, files, nodes_of, text_of
 
-ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(path for name in ("rl360", "tasks", "flows", "infra") for path in (ROOT / name).rglob("*.py"))
+FILES = files("rl360", "tasks", "flows", "infra")
 # what a step runs; around it are commands and what only they run (checks, replay), benchmarks, pages, the demo's own
 # policy and tasks, and how services start
 AROUND = ("rl360/bench/", "rl360/commands/", "rl360/cli.py", "rl360/policy/", "rl360/report/", "infra/")
@@ -26,9 +26,9 @@ def name_of(path: Path) -> str:
 
 def code_lines(path: Path) -> int:
     """Lines that are neither blank, comment nor docstring."""
-    lines = path.read_text().splitlines()
+    lines = text_of(path).splitlines()
     documented: set[int] = set()
-    for node in ast.walk(ast.parse("\n".join(lines))):
+    for node in nodes_of(path):
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTION)) and ast.get_docstring(node) is not None:
             documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return sum(
@@ -45,8 +45,8 @@ def test_the_core_is_small() -> None:
 
 
 def test_no_file_and_no_function_is_long() -> None:
-    long = [name_of(path) for path in FILES if len(path.read_text().splitlines()) > FILE_LINES]
-    functions = [(path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    long = [name_of(path) for path in FILES if len(text_of(path).splitlines()) > FILE_LINES]
+    functions = [(path, node) for path in FILES for node in nodes_of(path)]
     long += [
         f"{name_of(path)}:{node.name}"
         for path, node in functions
@@ -58,8 +58,8 @@ def test_no_file_and_no_function_is_long() -> None:
 def test_broad_excepts_are_few_and_explained() -> None:
     found = []
     for path in FILES:
-        lines = path.read_text().splitlines()
-        for node in ast.walk(ast.parse("\n".join(lines))):
+        lines = text_of(path).splitlines()
+        for node in nodes_of(path):
             if isinstance(node, ast.ExceptHandler):
                 kinds = [node.type] if not isinstance(node.type, ast.Tuple) else node.type.elts
                 if any(

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.unit.product_sources import files, nodes_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("rl360", "flows", "tasks", "infra")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -72,8 +74,8 @@ def imported() -> dict[str, set[str]]:
     """Top-level name -> files of the product that import it."""
     found: dict[str, set[str]] = {}
     for folder in PRODUCT:
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+        for path in files(folder):
+            for node in nodes_of(path):
                 names: list[str] = []
                 if isinstance(node, ast.Import):
                     names = [alias.name for alias in node.names]
@@ -87,12 +89,12 @@ def imported() -> dict[str, set[str]]:
 def test_every_import_of_the_product_is_declared() -> None:
     owners = packages_distributions()
     missing = {}
-    for name, files in imported().items():
+    for name, users in imported().items():
         if name in sys.stdlib_module_names or name in PRODUCT:
             continue
         packages = {canonicalize_name(item) for item in owners.get(name, [name])}
         if not packages & (declared().keys() | APART):
-            missing[name] = sorted(files)
+            missing[name] = sorted(users)
     assert not missing, missing
 
 
