@@ -119,9 +119,13 @@ class RolloutClient:
                 unmerged = _unmerged_tokens(lost.answer)
                 if unmerged is not None:
                     detail = detail or lost.detail
-                elif outcome in self._counted:
-                    # what it sampled is unknown: nothing of it can be in the books, its reward or score neither
-                    outcome, detail = lost.outcome, lost.detail
+                else:
+                    unmerged = await self._sampled_tokens(attempt_id, session_id)
+                    if outcome in self._counted:
+                        # its samples may be anywhere or nowhere: its reward or score must not be in the books
+                        outcome, detail = lost.outcome, lost.detail
+                    if unmerged is None:
+                        detail = f"{detail[:450]}; what it sampled is unknown"
         verdict = reply.verdict if reply is not None and outcome in HAS_VERDICT else None
         return AttemptRecord(
             attempt_id=attempt_id,
@@ -241,6 +245,16 @@ class RolloutClient:
         if ref.key != key:
             raise _Lost(Outcome.SESSION_LOST, _shown(f"{url}: stored under {ref.key}, was asked for {key}", url))
         return ref
+
+    async def _sampled_tokens(self, attempt_id: str, session_id: str) -> int | None:
+        """What a session that could not be stored says it sampled; None when it cannot be asked."""
+        url = f"{spread(self.services.session_urls, attempt_id)}/sessions/{session_id}"
+        try:
+            _status, answer = await _answer(self._sessions, "GET", url, None, _FLUSH_TIMEOUT_S)
+            sampled = orjson.loads(answer)["sampled_tokens"]
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError):
+            return None
+        return sampled if type(sampled) is int and sampled >= 0 else None
 
     async def _ask_sessions(self, url: str, body: dict[str, Any]) -> bytes:
         """A session opened or stored again is the same one, so these may be sent again whatever became of the first."""

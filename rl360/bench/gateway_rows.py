@@ -105,7 +105,7 @@ async def _session(upstream: Upstream, number: int, vocab_size: int) -> tuple[in
         completion = await upstream.generate(f"bench-{number:04}", prepared)
         if turn:
             possible += held
-            cached += min(held, completion.cached_tokens)
+            cached += min(held, completion.cached_tokens or 0)
         await asyncio.sleep(PAUSE_S * rng.random())
         held = len(ids) + len(completion.output_ids) - 1
         ids = np.concatenate([ids, completion.output_ids, rng.integers(0, vocab_size, OBSERVED).astype(np.int32)])

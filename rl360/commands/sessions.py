@@ -139,8 +139,9 @@ def show(
     typer.echo(f"\n{'TURN':>4}{'AFTER':>6}{'PROMPT':>8}{'CACHED':>8}{'SAMPLED':>8}  FINISH  CALLS  SPELLING     WORKER")
     for number, turn in enumerate(turns, start=1):
         after = "-" if turn["parent"] is None else turn["parent"] + 1
+        cached = "-" if turn["cached_tokens"] is None else turn["cached_tokens"]
         typer.echo(
-            f"{number:>4}{after:>6}{turn['prompt_tokens']:>8}{turn['cached_tokens']:>8}{turn['sampled_tokens']:>8}  "
+            f"{number:>4}{after:>6}{turn['prompt_tokens']:>8}{cached:>8}{turn['sampled_tokens']:>8}  "
             f"{turn['finish_reason']:<8}{turn['tool_calls']:>5}  {turn['canonical']:<12} {turn['worker']}"
         )
 

@@ -14,9 +14,20 @@ from rl360.sessions.core import Session
 from rl360.sessions.messages import Message, Tool, openai_message, parse_tools
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.turns import Turn
-from rl360.sessions.wire import AgentRequest, named_params, read_model, read_stream, refuse, reply_id, require, split
+from rl360.sessions.wire import (
+    AgentRequest,
+    Raws,
+    named_params,
+    read_model,
+    read_stream,
+    refuse,
+    reply_id,
+    require,
+    split,
+)
 
 _NEUTRAL = frozenset({"stream", "model", "system", "tool_choice", "metadata", "service_tier", "cache_control"})
+BEAT = b'event: ping\ndata: {"type": "ping"}\n\n'
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -34,9 +45,9 @@ _ERROR_TYPES = {
 }
 
 
-def read_messages(data: bytes) -> AgentRequest:
+def read_messages(data: bytes, known: Raws = ()) -> AgentRequest:
     """Decode and check a Messages body (`max_tokens` may be absent); every refusal is `bad_body`, naming the field."""
-    raws, tools_raw, fields = split(data)
+    raws, tools_raw, fields = split(data, known)
     choice = fields.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "auto":
         fields["tool_choice"] = None  # {"type": "auto", "disable_parallel_tool_use": ...}
@@ -174,7 +185,7 @@ def _head(session: Session, turn: Turn, model: str) -> dict[str, Any]:
         "stop_reason": None,
         "stop_sequence": None,
         "usage": {
-            "input_tokens": turn.prompt_end - turn.cached_tokens,
+            "input_tokens": turn.prompt_end - (turn.cached_tokens or 0),
             "cache_read_input_tokens": turn.cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": 0,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rl360.sessions.merge import Pick
-from rl360.sessions.turns import Sampling, SamplingPolicy, SessionMode, SessionSpec
+from rl360.sessions.turns import MAX_VERSION, Sampling, SamplingPolicy, SessionMode, SessionSpec
 
 _Id = Field(min_length=1, max_length=200)
 _ATTEMPT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -55,7 +55,9 @@ class CreateBody(_Body):
     task_id: str = _Id
     sampling: SamplingBody
     max_seq_len: int = Field(ge=2, le=1 << 24, description="tokens on one path, prompt included")
-    expected_weight_version: str | None = Field(None, description="null: any version is taken and recorded")
+    expected_weight_version: str | None = Field(
+        None, max_length=MAX_VERSION, description="null: any version is taken and recorded"
+    )
     mode: Literal["linear", "tree"] = "linear"
     matcher: str = Field("strict", max_length=200, description="strict, loose_tool_calls, role_content or module:name")
     sampling_policy: Literal["pin", "record", "refuse"] = Field(
@@ -237,8 +239,8 @@ class ChatUsage(_Body):
 
 
 class ChatReply(_Body):
-    """With `stream: true` the same as chunks, after the turn was generated and recorded as a whole; comments until then.
-    A refusal after the first comment is an `error` event."""
+    """With `stream: true` the same as chunks, after the turn was generated and recorded as a whole, and comments until
+    then. A refusal after the first comment is an `error` event."""
 
     id: str
     object: Literal["chat.completion"]
@@ -262,14 +264,14 @@ class MessagesBody(_Open):
 
 class MessagesUsage(_Body):
     input_tokens: int
-    cache_read_input_tokens: int
+    cache_read_input_tokens: int | None
     cache_creation_input_tokens: int
     output_tokens: int
 
 
 class MessagesReply(_Body):
-    """With `stream: true` the same as events, after the turn was generated and recorded as a whole; pings until then. A
-    refusal after the first ping is an `error` event."""
+    """With `stream: true` the same as events, after the turn was generated and recorded as a whole, and pings until
+    then. A refusal after the first ping is an `error` event."""
 
     id: str
     type: Literal["message"]

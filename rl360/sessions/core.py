@@ -90,6 +90,7 @@ class Session:
         self.dropped: Counter[str] = Counter()
         self.requests_after_cut = 0
         self.requests_unanswered = 0
+        self.upstream_malformed: Counter[str] = Counter()
         self.ignored_params: Counter[str] = Counter()
         self.recorded_params: Counter[str] = Counter()
 
@@ -130,6 +131,11 @@ class Session:
         else:
             tools = parse_all_tools(_decode(tools_raw, "tools"))
         return Request(tuple(messages), tools, raws, tuple(ends), tools_raw, parse)
+
+    @property
+    def last_raws(self) -> tuple[bytes, ...]:
+        """The JSON of the last recorded request's messages."""
+        return self._remembered[0][0].raws if self._remembered else ()
 
     def unread_bytes(self, raws: Sequence[bytes], tools_raw: bytes | None, parse: Parse) -> int:
         """JSON that `read` would parse."""
@@ -311,6 +317,7 @@ class Session:
             raise
         turn = self._turn(prepared, completion)
         self._record(prepared.plan, turn)
+        self.upstream_malformed.update(completion.malformed)
         ignored = list(ignored_params)
         if self.spec.sampling_policy is SamplingPolicy.PIN:
             ignored += prepared.plan.asked
@@ -471,10 +478,11 @@ class Session:
             "sampled_tokens": self.sampled_tokens,
             "dropped": self._dropped(),
             "prompt_tokens": sum(turn.prompt_end for turn in turns),
-            "cached_tokens": sum(turn.cached_tokens for turn in turns),
+            "cached_tokens": sum(turn.cached_tokens or 0 for turn in turns),
             "reprefilled_rows": sum(turn.reprefilled_rows for turn in turns),
             "requests_after_cut": self.requests_after_cut,
             "requests_unanswered": self.requests_unanswered,
+            "upstream_malformed": dict(self.upstream_malformed),
             "held_bytes": self.held_bytes,
             "cut": bool(turns and turns[-1].cut),
             "format_errors": sum(turn.format_errors for turn in turns),

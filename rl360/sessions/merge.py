@@ -149,8 +149,9 @@ def _sample(held: SessionSnapshot, number: int, line: list[Turn], owned: list[Tu
         dropped=dropped,
         truncated=line[-1].cut,
         turns=len(line),
-        cached_tokens=sum(turn.cached_tokens for turn in counted),
-        prompt_tokens=sum(turn.prompt_end for turn in counted),
+        # of both, turns of which the engine said what it found cached: their ratio is a hit rate
+        cached_tokens=sum(turn.cached_tokens or 0 for turn in counted),
+        prompt_tokens=sum(turn.prompt_end for turn in counted if turn.cached_tokens is not None),
         reprefilled_rows=sum(turn.reprefilled_rows for turn in counted),
         sampling_differs=sum(turn.sampling_differs for turn in owned),
         canonical=dict(Counter(str(turn.canonical) for turn in counted)),

@@ -13,12 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import orjson
 
 from rl360.sessions.refusals import Refusal, SessionRefusal
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_VALUES = 100_000  # of a long JSON text: parsing more would stop every thread for too long
+_STEP = 256 << 10  # a longer text is a long one; bytes that are looked at in one go, other threads run in between
+_STRUCTURE = np.zeros(256, dtype=bool)
+_STRUCTURE[list(b",[{")] = True
 ROLES = ("system", "user", "assistant", "tool")
 _KNOWN = {
     "system": frozenset({"role", "content", "name"}),
@@ -111,6 +116,26 @@ class Tool:
         return 3 * sys.getsizeof(self.definition) + _OBJECT_BYTES * (1 + len(self.parameters))
 
 
+def too_many_values(data: bytes) -> bool:
+    """Whether a JSON text is long and has more than `MAX_VALUES` commas and openings of lists and objects outside its
+    strings."""
+    if len(data) <= _STEP or sum(data.count(mark) for mark in (b",", b"[", b"{")) <= MAX_VALUES:
+        return False
+    found, quoted, slashes = 0, 0, 0  # in a string; backslashes before this step
+    at = np.arange(_STEP)
+    for start in range(0, len(data), _STEP):
+        block = np.frombuffer(data, np.uint8, min(_STEP, len(data) - start), start)
+        here = at[: len(block)]
+        last_other = np.maximum.accumulate(np.where(block == 0x5C, -1 - slashes, here))
+        run = here - last_other  # backslashes up to and with this one
+        before = np.concatenate([[slashes], run[:-1]])
+        quotes = (block == 0x22) & (before % 2 == 0)
+        inside = (np.cumsum(quotes) + quoted) % 2
+        found += int(np.count_nonzero(_STRUCTURE[block] & (inside == 0)))
+        quoted, slashes = int(inside[-1]), int(run[-1]) % 2
+    return found > MAX_VALUES
+
+
 def written_back(value: Any) -> Any:
     """`value` as it reads once it was written as JSON, where it fits into a reply: `JSONEncodeError` if it is nested
     deeper than that (orjson writes 254 levels, `_REPLY_LEVELS` of them are the reply's)."""
@@ -121,8 +146,9 @@ def written_back(value: Any) -> Any:
 
 
 def json_object(text: Any) -> dict[str, Any] | None:
-    """The object `text` is the JSON of; None when it is not, or cannot be written back exactly (1e999, 300 levels)."""
-    if not isinstance(text, str):
+    """The object `text` is the JSON of; None when it is not, when it cannot be written back exactly (1e999, 300
+    levels), or when it has too many values."""
+    if not isinstance(text, str) or (len(text) > _STEP and too_many_values(text.encode(errors="replace"))):
         return None
     try:
         value = orjson.loads(text)

@@ -87,7 +87,7 @@ ENDPOINTS = (
         bearer=False,
         body=bodies.MessagesBody,
         reply=bodies.CountReply,
-        refusals=(*_BODY, Refusal.NOT_FOUND, Refusal.TOO_MANY),
+        refusals=(*_BODY, Refusal.NOT_FOUND, Refusal.TOO_MANY, Refusal.LENGTH, Refusal.SERVER_FULL),
         error=bodies.AnthropicError,
     ),
     Endpoint(

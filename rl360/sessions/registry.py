@@ -43,8 +43,9 @@ class Limits:
 
 @dataclass
 class Held:
-    """A session in this server. `body_bytes` are the bodies of its requests in flight, `turns` those being answered;
-    `store_as` is the (key, pick) its samples are being or were written as, `stored` where they are, once they are."""
+    """A session in this server. `body_bytes` are the bodies of its requests in flight, `turns` those being answered,
+    `turnstile` lets its long work through one at a time; `store_as` is the (key, pick) its samples are being or were
+    written as, `stored` where they are, once they are."""
 
     session: Session
     last_used_s: float
@@ -52,13 +53,14 @@ class Held:
     body_bytes: int = 0
     counted_bytes: int = 0
     turns: set[asyncio.Task[Turn]] = field(default_factory=set)
+    turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
     store_as: tuple[str, Pick] | None = None
     stored: SampleRef | None = None
 
 
 @dataclass
 class Registry:
-    """id -> session, with eviction, the byte budget over all of them, and draining."""
+    """id -> session, with eviction, the byte budget over all of them and over all bodies in flight, and draining."""
 
     template: ChatTemplate
     limits: Limits
@@ -66,6 +68,7 @@ class Registry:
     routing: RoutingShape | None = None
     clock: Callable[[], float] = time.monotonic
     total_bytes: int = 0
+    body_bytes: int = 0
     in_flight: int = 0
     created: int = 0
     evicted_idle: int = 0
@@ -137,15 +140,16 @@ class Registry:
     def make_room(self) -> None:
         """Refuse when the budget is reached and no dead session is left to give up. Not with what a session over its
         own budget gets: agents take that for the end of their sequence, and are judged."""
-        over = self.total_bytes - self.limits.total_bytes
+        over = self.total_bytes + self.body_bytes - self.limits.total_bytes
         if over < 0:
             return
+        before = self.total_bytes
         self.evicted_for_room += self._evict(self.limits.dead_s, over + 1)
-        if self.total_bytes >= self.limits.total_bytes:
+        if before - self.total_bytes <= over:
             raise SessionRefusal(
                 Refusal.SERVER_FULL,
-                f"{len(self)} sessions hold {self.total_bytes} bytes, the server's budget is "
-                f"{self.limits.total_bytes}; delete sessions or add a session server",
+                f"{len(self)} sessions hold {self.total_bytes} bytes, bodies in flight {self.body_bytes}, the server's "
+                f"budget is {self.limits.total_bytes}; delete sessions or add a session server",
             )
 
     def delete(self, session_id: str) -> None:

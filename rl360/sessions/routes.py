@@ -1,7 +1,8 @@
 """What the session server's endpoints do, on plain ASGI: the agent's path is the hot path of a rollout.
 
-One event loop owns the sessions. Long renders, big replies, merging and the store run in threads. A client that goes
-away, a failed or a late engine changes nothing. A refusal becomes an error reply in one place, `_Route`.
+One event loop owns the sessions. Long bodies and renders, big replies, merging and the store run in threads, of one
+session one at a time. A client that goes away, a failed or a late engine changes nothing. A refusal becomes an error
+reply in one place, `_Route`, or the last event of a stream whose client was kept waiting.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from rl360.sessions.openapi import ENDPOINTS, Endpoint, document_json, page
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.registry import Held, Registry
 from rl360.sessions.sample import LeafCounts, SampleRef, encode_samples
-from rl360.sessions.turns import Plan, PreparedTurn, Request, Turn
+from rl360.sessions.turns import Completion, Plan, PreparedTurn, Request, Turn
 from rl360.sessions.upstream import Upstream
-from rl360.sessions.wire import AgentRequest
+from rl360.sessions.wire import AgentRequest, Raws
 from rl360.store.layout import merged_key
 from rl360.store.object_store import ObjectStore
 
@@ -55,13 +56,16 @@ log = logging.getLogger("rl360.sessions")
 CLIENT_GONE = 499  # nobody reads this reply; the status is for logs
 BODY_S = 60.0
 _BODIES_AT_ONCE = 4  # the largest allowed, in flight on one session
+_OPERATOR_BODY_BYTES = 64 << 10
+KEEP_ALIVE_S = 10.0  # a stream's client hears at least this often that its turn is being sampled
 STORE_WAITS_S = 10.0  # for turns that are being sampled
 # JSON that is worked on apart from the event loop: split into messages; parsed or rendered
-_SPLIT_IN_THREAD_BYTES, _READ_IN_THREAD_BYTES = 1 << 20, 64 << 10
-_STORES_AT_ONCE = 4
+_SPLIT_IN_THREAD_BYTES, _READ_IN_THREAD_BYTES = 256 << 10, 64 << 10
+_STORES_AT_ONCE, _LONG_AT_ONCE = 4, 4
 _TOLD = 2000  # characters about what is wrong with a body
 _EVICT_EVERY_S = 15.0
 _JSON = b"application/json"
+_SSE = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _KEY = re.compile(r"([^/]+)/steps/(\d{6,9})/merged/(\d{4,6})/[^/]+\.msgpack", re.ASCII)
 _Model = TypeVar("_Model", bound=BaseModel)
 _Result = TypeVar("_Result")
@@ -69,11 +73,15 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Call:
-    """One request. `body_bytes` is how much of a body was read."""
+    """One request. `body_bytes` is how much of a body was read, `beat` the event that keeps the client of a stream
+    waiting (empty: no stream); once one is sent the reply has begun."""
 
     scope: Scope
     receive: Receive
+    send: Send
     body_bytes: int = 0
+    beat: bytes = b""
+    begun: bool = False
 
     @property
     def session_id(self) -> str:
@@ -91,8 +99,10 @@ class Call:
         running.add(task)
         task.add_done_callback(running.discard)
         gone = asyncio.ensure_future(self.receive())  # the body is read: the next message is the disconnect
+        pause_s = KEEP_ALIVE_S if self.beat else None
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            while not (await asyncio.wait({task, gone}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                await self._keep_waiting()
             if task.cancelled():
                 raise _storing()
             return task.result() if task.done() else None
@@ -102,6 +112,21 @@ class Call:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, SessionRefusal):
                     await task
+
+    async def _keep_waiting(self) -> None:
+        if not self.begun:
+            self.begun = True
+            await self.send({"type": "http.response.start", "status": 200, "headers": list(_SSE)})
+        await self.send({"type": "http.response.body", "body": self.beat, "more_body": True})
+
+    async def answer(self, reply: Reply) -> None:
+        """Send the reply, or the events that end a stream which has begun."""
+        if not self.begun:
+            length = (b"content-length", b"%d" % len(reply.body))
+            headers = [length, *(((b"content-type", reply.media),) if reply.media else ()), *reply.headers]
+            await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        body = reply.body if not self.begun or reply.status == 200 else b"event: error\ndata: %b\n\n" % reply.body
+        await self.send({"type": "http.response.body", "body": body})
 
 
 @dataclass(frozen=True)
@@ -129,14 +154,16 @@ class Service:
     refused: Counter[str] = field(default_factory=Counter)
     drain_until_s: float | None = None
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_STORES_AT_ONCE, "store"))
+    workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_LONG_AT_ONCE, "long"))
 
     def authorise(self, call: Call) -> None:
         if not hmac.compare_digest(call.header(b"authorization"), f"Bearer {self.token}".encode()):
             raise SessionRefusal(Refusal.UNAUTHORIZED, "send Authorization: Bearer <token> of this deployment")
 
     async def read_body(self, call: Call, held: Held | None = None) -> bytes:
-        """The body, never more than the limits in memory, nor all that are in flight on a session together."""
-        limits = self.registry.limits
+        """The body. Never more than the limits in memory: of one body, of all in flight on a session, and of all in
+        this server together with what its sessions hold."""
+        limit = _OPERATOR_BODY_BYTES if held is None else self.registry.limits.body_bytes
         parts = []
         try:
             async with asyncio.timeout(BODY_S):
@@ -147,60 +174,91 @@ class Service:
                         raise _Gone
                     part = message.get("body", b"")
                     more = message.get("more_body", False)
-                    call.body_bytes += len(part)
-                    if held is not None:
-                        held.body_bytes += len(part)
-                    if call.body_bytes > limits.body_bytes:
-                        raise _over(f"request body is over {limits.body_bytes} bytes, the limit")
-                    if held is not None and held.body_bytes > _BODIES_AT_ONCE * limits.body_bytes:
-                        raise _over(
-                            f"requests in flight are over {_BODIES_AT_ONCE * limits.body_bytes} bytes, the limit"
-                        )
+                    self._count_body(call, held, len(part))
+                    if call.body_bytes > limit:
+                        raise _over(f"request body is over {limit} bytes, the limit")
+                    if held is not None:  # not an operator's: storing and deleting are what makes room
+                        if held.body_bytes > _BODIES_AT_ONCE * limit:
+                            raise _over(f"requests in flight are over {_BODIES_AT_ONCE * limit} bytes, the limit")
+                        self.registry.make_room()
                     parts.append(part)
         except TimeoutError:
             raise SessionRefusal(Refusal.SLOW_BODY, f"the request body took over {BODY_S:g} s") from None
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def _count_body(self, call: Call, held: Held | None, size: int) -> None:
+        call.body_bytes += size
+        self.registry.body_bytes += size
+        if held is not None:
+            held.body_bytes += size
+
+    async def _asked(self, call: Call, held: Held, read: Callable[[bytes, Raws], AgentRequest]) -> AgentRequest:
+        """The request in a body; of messages that the session was sent before, its own copies."""
+        data = await self.read_body(call, held)
+        known, rest = wire.cut(data, held.session.last_raws)
+        self._count_body(call, held, len(rest) - len(data))
+        del data
+        return await self._apart(held, len(rest) > _SPLIT_IN_THREAD_BYTES, read, rest, known)
+
+    async def _apart(self, held: Held, long: bool, work: Callable[..., _Result], *args: Any) -> _Result:
+        """The result of `work`; what takes long runs in a thread, of one session one at a time in the order it came, so
+        that an agent's long texts delay none but its own."""
+        if not long:
+            return work(*args)
+        await held.turnstile.acquire()
+        running, loop = self.workers.submit(work, *args), asyncio.get_running_loop()
+        result = asyncio.wrap_future(running)
+        # not when whoever waits is cancelled: when the thread is free
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(held.turnstile.release))
+        return await result
+
     async def chat(self, call: Call) -> Reply:
-        return await self._turn(call, wire.read_chat, wire.reply_body, wire.reply_sse)
+        return await self._turn(call, wire.read_chat, wire.reply_body, wire.reply_sse, wire.BEAT)
 
     async def messages(self, call: Call) -> Reply:
-        return await self._turn(call, anthropic.read_messages, anthropic.message_body, anthropic.message_sse)
+        messages = (anthropic.read_messages, anthropic.message_body, anthropic.message_sse, anthropic.BEAT)
+        return await self._turn(call, *messages)
 
     async def _turn(
         self,
         call: Call,
-        read: Callable[[bytes], AgentRequest],
+        read: Callable[[bytes, Raws], AgentRequest],
         body: Callable[[Session, Turn, AgentRequest], bytes],
         events: Callable[[Session, Turn, AgentRequest], bytes],
+        beat: bytes,
     ) -> Reply:
         """One turn, from the agent's body to its reply."""
         with self._request(call) as held:
             session = held.session
-            data = await self.read_body(call, held)
-            asked = await _apart(len(data) > _SPLIT_IN_THREAD_BYTES, read, data)
+            asked = await self._asked(call, held, read)
             self.registry.make_room()
             if held.store_as is not None:
                 raise _storing()
-            turn = await call.unless_gone(self._sample(session, asked), held.turns)
+            call.beat = beat if asked.stream else b""
+            turn = await call.unless_gone(self._sample(held, asked), held.turns)
             if turn is None:
                 raise _Gone
             self.turns += 1
             if asked.stream:
-                # generated as a whole before it is recorded; the events then leave in one write
-                headers = ((b"cache-control", b"no-cache"),)
-                return Reply(events(session, turn, asked), media=b"text/event-stream; charset=utf-8", headers=headers)
+                # generated as a whole before it is recorded; its events then leave in one write
+                return Reply(events(session, turn, asked), media=b"", headers=_SSE)
             return Reply(body(session, turn, asked))
 
-    async def _sample(self, session: Session, asked: AgentRequest) -> Turn:
+    async def _sample(self, held: Held, asked: AgentRequest) -> Turn:
         """Prepare, sample and record. Whatever the engine says it sampled is counted before this ends."""
+        session = held.session
         try:
-            prepared = await self._prepare(session, await _read(session, asked), asked.asked)
-            completion = await self.upstream.generate(session.session_id, prepared)
+            plan = session.plan(await self._read(held, asked), asked.asked)
+            prepared = session.assemble(plan, await self._render(held, plan))
+            completion = await self._generate(session, prepared)
             return session.commit(prepared, completion, asked.ignored)
         except SessionRefusal as refusal:
             session.count_refused(refusal)
             raise
+
+    async def _generate(self, session: Session, prepared: PreparedTurn) -> Completion:
+        try:
+            return await self.upstream.generate(session.session_id, prepared)
         except asyncio.CancelledError:
             session.requests_unanswered += 1
             raise
@@ -212,37 +270,37 @@ class Service:
             if held.in_flight > self.registry.limits.session_requests:
                 limit = self.registry.limits.session_requests
                 raise SessionRefusal(Refusal.TOO_MANY, f"session has {limit} requests in flight, the limit")
-            before = call.body_bytes
             try:
                 yield held
             finally:
-                held.body_bytes -= call.body_bytes - before
+                held.body_bytes -= call.body_bytes
 
-    async def _prepare(self, session: Session, request: Request, asked: dict[str, Any] | None = None) -> PreparedTurn:
-        plan = session.plan(request, asked)
-        return session.assemble(plan, await self._render(session, plan))
+    async def _read(self, held: Held, asked: AgentRequest) -> Request:
+        session = held.session
+        long = session.unread_bytes(asked.raws, asked.tools_raw, asked.parse) > _READ_IN_THREAD_BYTES
+        return await self._apart(held, long, session.read, asked.raws, asked.tools_raw, asked.parse, asked.parse_tools)
 
-    async def _render(self, session: Session, plan: Plan) -> np.ndarray:
-        return await _apart(plan.new_bytes > _READ_IN_THREAD_BYTES, session.render, plan)
+    async def _render(self, held: Held, plan: Plan) -> np.ndarray:
+        return await self._apart(held, plan.new_bytes > _READ_IN_THREAD_BYTES, held.session.render, plan)
 
     async def count_tokens(self, call: Call) -> Reply:
         """Of a body that continues the session the ids it would send, of any other those of its own prompt."""
         with self._request(call) as held:
-            data = await self.read_body(call, held)
-            asked = await _apart(len(data) > _SPLIT_IN_THREAD_BYTES, anthropic.read_messages, data)
-            request = await _read(held.session, asked)
-            count = await call.unless_gone(self._count(held.session, request), set())
+            request = await self._read(held, await self._asked(call, held, anthropic.read_messages))
+            count = await call.unless_gone(self._count(held, request), set())
             if count is None:
                 raise _Gone
             return Reply(orjson.dumps({"input_tokens": count}))
 
-    async def _count(self, session: Session, request: Request) -> int:
+    async def _count(self, held: Held, request: Request) -> int:
+        session = held.session
         try:
             plan = session.plan(request)
         except SessionRefusal:
             prompt = (request.messages, request.tools, session.spec.thinking)
-            return len(await asyncio.to_thread(self.template.render_prompt, *prompt))
-        return plan.held + len(await self._render(session, plan))
+            long = request.raw_bytes > _READ_IN_THREAD_BYTES
+            return len(await self._apart(held, long, self.template.render_prompt, *prompt))
+        return plan.held + len(await self._render(held, plan))
 
     async def models(self, call: Call) -> Reply:
         self.registry.get(call.session_id)
@@ -273,7 +331,7 @@ class Service:
             raise SessionRefusal(Refusal.BAD_BODY, f"pick {asked[:40]!r} is not {', '.join(Pick)}") from None
         with self.registry.using(call.session_id) as held:
             as_json = _JSON in call.header(b"accept")
-            data = await asyncio.to_thread(_encode, snapshot(held.session), pick, as_json)
+            data = await self._apart(held, True, _encode, snapshot(held.session), pick, as_json)
         return Reply(data, media=_JSON if as_json else b"application/msgpack")
 
     async def store(self, call: Call) -> Reply:
@@ -366,7 +424,7 @@ class _Route:
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive)
+        call = Call(scope, receive, send)
         try:
             if self.endpoint.bearer:
                 self.service.authorise(call)
@@ -385,9 +443,9 @@ class _Route:
         except _Gone:
             self.service.disconnects += 1
             reply = Reply(status=CLIENT_GONE)
-        headers = [(b"content-type", reply.media), (b"content-length", b"%d" % len(reply.body)), *reply.headers]
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply.body})
+        finally:
+            self.service.registry.body_bytes -= call.body_bytes
+        await call.answer(reply)
 
     def refusal(self, error: SessionRefusal) -> Reply:
         self.service.refused[str(error.code)] += 1
@@ -408,7 +466,8 @@ def create_app(service: Service) -> Starlette:
         yield
         evictor.cancel()
         await service.upstream.aclose()
-        service.threads.shutdown(wait=False)
+        for threads in (service.threads, service.workers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def answer(code: str, message: str, status: int) -> Response:
         service.refused[code] += 1
@@ -434,16 +493,6 @@ def _validated(kind: type[_Model], data: bytes) -> _Model:
     except ValidationError as error:
         told = " ".join(explain(error).split())
         raise wire.refuse(told if len(told) <= _TOLD else f"{told[:_TOLD]}...") from None
-
-
-async def _read(session: Session, asked: AgentRequest) -> Request:
-    long = session.unread_bytes(asked.raws, asked.tools_raw, asked.parse) > _READ_IN_THREAD_BYTES
-    return await _apart(long, session.read, asked.raws, asked.tools_raw, asked.parse, asked.parse_tools)
-
-
-async def _apart(long: bool, work: Callable[..., _Result], *args: Any) -> _Result:
-    """The result of `work`, from a thread when it takes long."""
-    return await asyncio.to_thread(work, *args) if long else work(*args)
 
 
 def _over(problem: str) -> SessionRefusal:

@@ -1,7 +1,8 @@
 """One session server process: options checked before it listens, then served until stopped or drained.
 
 `rl360 sessions serve` is its command line. SIGTERM drains: no new sessions, the others go on until they are stored or
-deleted or `drain_s` is over, then the process ends with 0; a second SIGTERM, or SIGINT, ends it at once.
+deleted. After `drain_s` at the latest the process ends with 0, whatever is still under way (a store that hangs, a
+client that does not read); a second SIGTERM, or SIGINT, ends it at once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ log = logging.getLogger("rl360.sessions")
 _BACKLOG = 4096
 _FILES = 65_536  # two connections a request in flight
 _TICKS_PER_SWEEP = 300  # of 0.1 s
+_UNSENT_BYTES = 1 << 20  # of a reply that must leave between two sweeps, or all of it
+_GRACE_S = 5  # of the drain's time, for replies on their way
 
 
 @dataclass(frozen=True)
@@ -68,18 +71,19 @@ def build_service(options: ServeOptions) -> Service:
         upstream=Upstream(options.upstream, template.vocab_size, template.stop_ids, options.deadline_s, routing),
         token=service_token(options.token_file),
         store_in=ObjectStore.from_services(load_services()) if options.store else None,
-        drain_s=options.drain_s,
+        drain_s=max(0.0, options.drain_s - _GRACE_S),
     )
 
 
 class DrainingServer(uvicorn.Server):
     """uvicorn that drains on SIGTERM, ends when its service is drained, and hangs up on who never finishes a request's
-    head: uvicorn itself would keep such a connection for good."""
+    head and on who does not read a reply: uvicorn itself would keep such connections for good."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
         self._unfinished_heads: set[Any] = set()
+        self._unsent: dict[Any, tuple[Any, int]] = {}
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGTERM and not self._service.registry.draining:
@@ -93,17 +97,24 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter) or self._service.drained
 
     def _hang_up(self) -> None:
+        connections = [each for each in self.server_state.connections if isinstance(each, H11Protocol)]
         waiting = {
             connection
-            for connection in self.server_state.connections
+            for connection in connections
             # neither a request under way nor an idle connection, which has a timer of its own
-            if isinstance(connection, H11Protocol)
-            and connection.timeout_keep_alive_task is None
+            if connection.timeout_keep_alive_task is None
             and (connection.cycle is None or connection.cycle.response_complete)
         }
         for connection in waiting & self._unfinished_heads:
             connection.transport.close()
         self._unfinished_heads = waiting
+        unsent = {each: (each.cycle, each.transport.get_write_buffer_size()) for each in connections}
+        for connection, (cycle, size) in unsent.items():
+            before, held = self._unsent.get(connection, (None, 0))
+            if cycle is before and size > max(0, held - _UNSENT_BYTES) and held:
+                self._service.disconnects += 1
+                connection.transport.abort()  # to close it would be to wait until all is sent
+        self._unsent = unsent
 
 
 def serve(options: ServeOptions) -> None:
@@ -124,7 +135,7 @@ def serve(options: ServeOptions) -> None:
         log_level="warning",
         backlog=_BACKLOG,
         timeout_keep_alive=120,  # an agent thinks nothing of a minute between two turns
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=_GRACE_S,
     )
     listeners = listen(options.host, options.port)
     store = service.store_in
@@ -134,6 +145,8 @@ def serve(options: ServeOptions) -> None:
         f"{store.endpoint_url}/{store.bucket}" if store else "none",
     )
     DrainingServer(config, service).run(listeners)
+    logging.shutdown()
+    os._exit(0)  # Python would wait for its threads, one of them perhaps for a store that hangs
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

@@ -6,6 +6,7 @@ All of it is frozen; arrays inside a `Turn` are read-only.
 from __future__ import annotations
 
 import hashlib
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ import numpy as np
 from rl360.sessions.history import Match
 from rl360.sessions.messages import Message, Tool, openai_message
 
-TURN_BYTES = 1024  # of a turn without its arrays and messages
+TURN_BYTES = 1024  # of a turn without its arrays, messages and spans
+_SPAN_BYTES = 160  # of a span without its version
+MAX_VERSION = 200  # characters of a weight version
 
 Parse = Callable[[Any, str], tuple[Message, ...]]
 
@@ -138,16 +141,18 @@ class PreparedTurn:
 class Completion:
     """What the engine answered. `output_ids` int32 and `logprobs` float32 `[sampled]`, the end token included; `spans`
     are (start, end, weight version) over `output_ids`; `finish_reason` is stop or length; `routing` are the rows from
-    `routing_from` to the last but one token, `[rows, layers, top_k]`."""
+    `routing_from` to the last but one token, `[rows, layers, top_k]`. `cached_tokens` of the prompt were in its cache,
+    None when it does not say; `malformed` names statistics that made no sense and are taken as not said."""
 
     output_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
     spans: tuple[tuple[int, int, str], ...]
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     routing: np.ndarray | None = None
     retractions: int = 0
     worker: str = ""
+    malformed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +182,7 @@ class Turn:
     tools: tuple[Tool, ...]
     format_errors: int
     canonical: Canonical
-    cached_tokens: int
+    cached_tokens: int | None
     routing: np.ndarray | None
     retractions: int
     sampling: Sampling
@@ -205,8 +210,11 @@ class Turn:
 
     @property
     def reprefilled_rows(self) -> int:
-        """Held rows of routed experts behind the cached prefix: the engine computed their KV cache anew."""
-        return 0 if self.routing is None else max(self.routing_from - self.cached_tokens, 0)
+        """Held rows of routed experts behind the cached prefix: the engine computed their KV cache anew. 0 where it
+        does not say what it found cached."""
+        if self.routing is None or self.cached_tokens is None:
+            return 0
+        return max(self.routing_from - self.cached_tokens, 0)
 
     @property
     def routing_bytes(self) -> int:
@@ -215,6 +223,7 @@ class Turn:
     def held_bytes(self) -> int:
         """Without its tools, which turns share."""
         size = TURN_BYTES + self.ids.nbytes + self.logprobs.nbytes + self.reply.held_bytes() + 8 * len(self.loose)
+        size += sum(_SPAN_BYTES + sys.getsizeof(version) for _start, _end, version in self.spans)
         return size + self.routing_bytes + sum(message.held_bytes() for message in self.new_messages)
 
 

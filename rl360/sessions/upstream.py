@@ -14,6 +14,7 @@ import json
 import math
 import random
 import re
+import sys
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ import orjson
 from rl360.errors import BadInput
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.routing import RoutingShape, decode_rows
-from rl360.sessions.turns import Completion, PreparedTurn
+from rl360.sessions.turns import MAX_VERSION, Completion, PreparedTurn
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 _WORKER_HEADER = "x-smg-routed-worker-id"
@@ -175,6 +176,9 @@ def request_body(prompt: bytes, prepared: PreparedTurn, stop_ids: tuple[int, ...
     return b'{"input_ids":' + prompt + b"," + orjson.dumps(fields)[1:]
 
 
+_Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION)]
+
+
 class _Finish(msgspec.Struct):
     type: str
     message: Any = None
@@ -183,16 +187,16 @@ class _Finish(msgspec.Struct):
 class _Span(msgspec.Struct):
     start: int
     end: int
-    version: str
+    version: _Version
 
 
 class _Meta(msgspec.Struct):
     finish_reason: _Finish
     output_token_logprobs: list[tuple[float, int, Any]]
-    weight_version: str | None = None
+    weight_version: _Version | None = None
     weight_versions: list[_Span] | None = None
-    cached_tokens: Any = 0
-    num_retractions: Annotated[int, msgspec.Meta(lt=1 << 31)] | None = 0
+    cached_tokens: Any = None
+    num_retractions: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = 0
     routed_experts: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -263,14 +267,16 @@ def _completion(
     except OverflowError:
         raise _bad("output_ids holds a number of more than 32 bits") from None
     cached = meta.cached_tokens
+    known = type(cached) is int and 0 <= cached <= len(prepared.input_ids)
     return Completion(
         output_ids=ids,
         logprobs=np.array([row[0] for row in rows], dtype=np.float32),
         finish_reason=meta.finish_reason.type,
         spans=_spans(meta, len(ids)),
-        cached_tokens=cached if type(cached) is int and 0 <= cached <= len(prepared.input_ids) else 0,
+        cached_tokens=cached if known else None,
+        malformed=() if known or cached is None else ("cached_tokens",),
         routing=_routing(meta.routed_experts, prepared, len(ids), routing),
-        retractions=max(0, meta.num_retractions or 0),
+        retractions=meta.num_retractions or 0,
         worker=worker,
     )
 
@@ -278,9 +284,9 @@ def _completion(
 def _spans(meta: _Meta, length: int) -> tuple[tuple[int, int, str], ...]:
     """Version spans over the sampled ids: the engine's own, or its single version for all of them."""
     if meta.weight_versions is not None:
-        spans = tuple((span.start, span.end, span.version) for span in meta.weight_versions)
+        spans = tuple((span.start, span.end, sys.intern(span.version)) for span in meta.weight_versions)
     else:
-        spans = ((0, length, meta.weight_version or ""),)
+        spans = ((0, length, sys.intern(meta.weight_version or "")),)
     if not all(version for _start, _end, version in spans):
         raise _bad("reply names no weight version")
     return spans

@@ -1,11 +1,14 @@
 """The agent's path in the OpenAI format: chat request in, reply (whole or as SSE chunks) out.
 
-`split` reads any agent's body without parsing its messages: each stays the bytes it came as, so that a session parses
-only those it has not seen. A reply carries text and tool calls only: no ids, no log-probabilities.
+`cut` and `split` read any agent's body without parsing its messages: each stays the bytes it came as, and those that
+the session was sent before are only compared. What a body may cost is bounded by its size and by how many values it
+has. A reply carries text and tool calls only: no ids, no log-probabilities.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ import msgspec
 import orjson
 
 from rl360.sessions.core import Session
-from rl360.sessions.messages import MAX_MESSAGES, Tool, openai_message, parse_tools
+from rl360.sessions.messages import MAX_MESSAGES, MAX_VALUES, Tool, openai_message, parse_tools, too_many_values
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.turns import Parse, Turn
 
@@ -31,6 +34,14 @@ _SAMPLING = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
 }
+# a number or a boolean says something, but for the protocol's own defaults
+_DEFAULTS = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0}
+BEAT = b": keep-alive\n\n"
+Raws = tuple[bytes, ...]
+MAX_FIELDS = 256
+_LEAD_BYTES = 256 << 10  # in which the list of messages begins, or the body is read as a whole
+_OPENING, _COMMA = re.compile(rb'"messages"\s*:\s*\[\s*'), re.compile(rb"\s*,\s*")
+_CUT = secrets.token_hex(16)  # names the list of messages in a body that `cut` shortened: no body can have it
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -57,25 +68,60 @@ def refuse(message: str) -> SessionRefusal:
     return SessionRefusal(Refusal.BAD_BODY, message)
 
 
-def split(data: bytes) -> tuple[list[bytes], bytes | None, dict[str, Any]]:
-    """(messages, tools, every other field decoded) of a body; messages and tools stay JSON."""
+def cut(data: bytes, held: Raws) -> tuple[Raws, bytes]:
+    """(the first of the messages `held` that a body begins with, the body without them); its last one always stays.
+
+    Compares bytes instead of parsing them: a history is sent again every turn.
+    """
+    opening = _OPENING.search(data, 0, _LEAD_BYTES) if held else None
+    if opening is None:
+        return (), data
+    start = end = opening.end()
+    first = 0 if data.startswith(held[0], start) else 1  # an Anthropic body has its system prompt elsewhere
+    after = first
+    while after < len(held) and data.startswith(held[after], end):
+        comma = _COMMA.match(data, end + len(held[after]))
+        if comma is None:
+            break
+        end, after = comma.end(), after + 1
+    lead = data[: opening.start()] + b'"%b":[' % _CUT.encode()
+    if after == first or _CUT not in _fields(lead + b"]}"):  # nothing known, or another list of that name
+        return (), data
+    return held[first:after], lead + data[end:]
+
+
+def _fields(data: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of an object, none when it is none."""
+    try:
+        return _fields_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+
+
+def split(data: bytes, known: Raws = ()) -> tuple[list[bytes], bytes | None, dict[str, Any]]:
+    """(messages, tools, every other field decoded) of a body; messages and tools stay JSON. `data` is what `cut` left,
+    `known` what it cut."""
+    if too_many_values(data):
+        raise refuse(f"body of {len(data)} bytes has over {MAX_VALUES} values (commas, lists, objects), the limit")
     try:
         raws = _fields_decoder.decode(data)
-        messages = _list_decoder.decode(raws.pop("messages", b"[]"))
+        if len(raws) > MAX_FIELDS:
+            raise refuse(f"body has {len(raws)} fields, at most {MAX_FIELDS}")
+        messages = _list_decoder.decode(raws.pop(_CUT if known else "messages", b"[]"))
         tools = raws.pop("tools", None)
         fields = {name: orjson.loads(memoryview(raw)) for name, raw in raws.items()}
     except (msgspec.DecodeError, orjson.JSONDecodeError, RecursionError) as error:
         raise refuse(f"body is not a JSON object with a list of messages: {str(error)[:120]}") from None
-    if not messages:
-        raise refuse("messages is absent or empty")
-    if len(messages) > MAX_MESSAGES:
-        raise refuse(f"messages: {len(messages)} of them, at most {MAX_MESSAGES}")
-    return [bytes(raw) for raw in messages], None if tools is None else bytes(tools), fields
+    if not messages or "messages" in fields:
+        raise refuse("messages is given twice" if messages else "messages is absent or empty")
+    if len(known) + len(messages) > MAX_MESSAGES:
+        raise refuse(f"messages: {len(known) + len(messages)} of them, at most {MAX_MESSAGES}")
+    return [*known, *map(bytes, messages)], None if tools is None else bytes(tools), fields
 
 
-def read_chat(data: bytes) -> AgentRequest:
+def read_chat(data: bytes, known: Raws = ()) -> AgentRequest:
     """Decode and check an OpenAI chat body; every refusal is `bad_body` and names the field."""
-    raws, tools_raw, fields = split(data)
+    raws, tools_raw, fields = split(data, known)
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict):
         raise refuse("stream_options is not an object")
@@ -127,7 +173,7 @@ def named_params(
         if name in sampling:
             if value is not None:
                 asked[sampling[name]] = value
-        elif name not in neutral and value not in (None, False, 0, "", [], {}):
+        elif name not in neutral and value not in (None, "", [], {}) and value != _DEFAULTS.get(name):
             ignored.append(name[:64])
     return asked, tuple(ignored)
 
@@ -142,7 +188,7 @@ def _usage(turn: Turn) -> dict[str, Any]:
         "prompt_tokens": turn.prompt_end,
         "completion_tokens": turn.sampled,
         "total_tokens": turn.end,
-        "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
+        "prompt_tokens_details": {} if turn.cached_tokens is None else {"cached_tokens": turn.cached_tokens},
     }
 
 

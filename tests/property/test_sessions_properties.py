@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import orjson
-from hypothesis import given, settings
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from rl360.errors import CorruptObject
+from rl360.sessions import messages as messages_module
+from rl360.sessions import wire
 from rl360.sessions.families.rl360_chat import SPECIALS
 from rl360.sessions.merge import Pick, merge, snapshot
 from rl360.sessions.messages import Message, ToolCall, check_sequence, openai_message, parse_tools
@@ -569,3 +572,79 @@ def test_a_damaged_object_is_read_whole_or_refused(flips: list[tuple[int, int]],
         for sample in samples:
             LeafCounts.of(sample.check("k")).check("k")
     assert told.startswith("object k: ") and "\n" not in told
+
+
+# --- bodies: read in parts as they would be read whole ---
+
+small_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(alphabet='a,"\\[{:é', max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='a"\\,', max_size=3), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def _counted(text: str) -> int:
+    """Commas and openings outside strings, one character at a time."""
+    found, quoted, escaped = 0, False, False
+    for character in text:
+        if quoted:
+            quoted = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
+            quoted = True
+        else:
+            found += character in ",[{"
+    return found
+
+
+@given(value=st.lists(small_json, min_size=1, max_size=8), step=st.integers(2, 40), ascii_only=st.booleans())
+def test_values_are_counted_outside_strings_wherever_the_steps_end(
+    value: list[Any], step: int, ascii_only: bool
+) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    found = _counted(text)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(messages_module, "_STEP", step)
+        for most in (found - 1, found):
+            patched.setattr(messages_module, "MAX_VALUES", most)
+            assert messages_module.too_many_values(text.encode()) == (most < found and len(text.encode()) > step)
+
+
+@given(
+    history=st.lists(small_json.filter(lambda value: value is not None), min_size=1, max_size=5),
+    more=st.lists(small_json, max_size=2),
+    other=st.lists(small_json, max_size=2),
+    shape=st.sampled_from(["first", "last", "nested", "twice", "named", "absent"]),
+    style=st.sampled_from([{"separators": (",", ":")}, {}, {"indent": 1}]),
+)
+def test_a_body_cut_at_what_is_known_reads_as_the_whole_one(
+    history: list[Any], more: list[Any], other: list[Any], shape: str, style: dict[str, Any]
+) -> None:
+    def written(messages: list[Any]) -> bytes:
+        listed, rest = {"messages": messages}, {"model": 'x"messages', "seed": 1, "metadata": {"messages": other}}
+        bodies = {
+            "first": {**listed, **rest},
+            "last": {"seed": 2, "metadata": [1], **listed},
+            "nested": {**rest, **listed},
+            "named": {'x\\"messages': history, **listed},
+            "absent": rest,
+        }
+        text = json.dumps(bodies.get(shape, bodies["first"]), ensure_ascii=False, **style)
+        return (text[:-1] + f',"messages":{json.dumps(other)}}}' if shape == "twice" else text).encode()
+
+    def read(data: bytes, known: tuple[bytes, ...] = ()) -> Any:
+        try:
+            return wire.split(data, known)
+        except SessionRefusal as refusal:
+            return refusal.code
+
+    first = read(written(history))
+    assume(not isinstance(first, Refusal))
+    held = tuple(first[0])
+    for data in (written(history), written([*history, *more]), written([*history[:-1], *more, {}]), written(other)):
+        known, rest = wire.cut(data, held)
+        found, whole = read(rest, known), read(data)
+        assert found == whole or (shape == "twice" and known and found is Refusal.BAD_BODY)
+        assert known == held[: len(known)] and (known or rest is data)

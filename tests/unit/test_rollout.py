@@ -60,6 +60,7 @@ def server(
     stored: tuple[int, object] = UNMERGED,
     bodies: dict[str, dict] | None = None,
     hangs_up: str = "",
+    described: tuple[int, object] = (404, {}),
 ) -> Iterator[tuple[str, list[str]]]:
     """Answers `/run` with these in turn, the last one again and again; a session is always made, and answers `stored`
     when it is to store its samples. `bodies`: gets the last body of each path. Connections are kept; the first request
@@ -89,6 +90,9 @@ def server(
                 bodies[self.path] = sent
             asked.append(self.path)
             self.answer(status, body)
+
+        def do_GET(self) -> None:
+            self.answer(*described)
 
         def do_DELETE(self) -> None:
             self.answer(200, {})
@@ -224,6 +228,23 @@ def test_a_lost_try_that_cannot_be_merged_is_counted_too(tmp_path: Path) -> None
     with server((200, run_reply("sandbox_lost")), stored=refusal) as (url, _):
         records = roll_out(tmp_path, url)
     assert [(record.outcome, record.unmerged_tokens) for record in records] == [(Outcome.SANDBOX_LOST, 37)] * 2
+
+
+@pytest.mark.parametrize("ended", ["sandbox_lost", "agent_timeout", "passed"])
+@pytest.mark.parametrize(
+    ("described", "sampled"),
+    [((200, {"sampled_tokens": 41}), 41), ((404, {}), None), ((200, {"sampled_tokens": "9"}), None), ((200, []), None)],
+)
+def test_what_a_session_sampled_stays_in_the_books_when_it_cannot_be_stored(
+    tmp_path: Path, ended: str, described: tuple[int, object], sampled: int | None
+) -> None:
+    """Whatever its try ended as, with a verdict or without: the session is asked for the count."""
+    refusal = (409, {"error": {"message": "the object holds something else", "code": "conflict"}})
+    with server((200, run_reply(ended)), stored=refusal, described=described) as (url, _):
+        (record,) = roll_out(tmp_path, url, infra_retries=0)
+    assert record.outcome is (Outcome.SESSION_LOST if ended == "passed" else Outcome(ended))
+    assert (record.verdict, record.stored, record.unmerged_tokens) == (None, None, sampled or 0)
+    assert record.detail.endswith("what it sampled is unknown") == (sampled is None)
 
 
 def test_a_store_that_is_away_loses_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

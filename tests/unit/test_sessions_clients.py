@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import openai
 import orjson
 import pytest
 
-from rl360.sessions import wire
+from rl360.sessions import routes, wire
 from rl360.sessions.anthropic import message_body, message_sse, read_messages
 from rl360.sessions.bodies import AnthropicError, ChatReply, CountReply, MessagesReply
 from rl360.sessions.merge import merge, snapshot
@@ -42,6 +43,7 @@ def _shared() -> Iterator[Bench]:
 @pytest.fixture
 def bench(_shared: Bench) -> Bench:
     _shared.engine.script = engine_reply
+    _shared.engine.gate.set()
     _shared.engine.bodies.clear()
     return _shared
 
@@ -247,6 +249,106 @@ def test_the_events_of_an_anthropic_stream(calling: Bench) -> None:
     assert events[4]["content_block"]["input"] == {}
     assert orjson.loads(events[5]["delta"]["partial_json"]) == {"command": "ls"}
     assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-2]["usage"]["output_tokens"] > 3
+
+
+@contextlib.contextmanager
+def later(bench: Bench, monkeypatch: pytest.MonkeyPatch, script: Any = engine_reply) -> Iterator[None]:
+    """The engine takes several intervals of keep-alive, and longer than a client waits for a sign of life."""
+    monkeypatch.setattr(routes, "KEEP_ALIVE_S", 0.05)
+    bench.engine.script = script
+    bench.engine.gate.clear()
+    opener = threading.Timer(0.8, bench.engine.gate.set)
+    opener.start()
+    try:
+        yield
+    finally:
+        opener.join()
+
+
+@pytest.mark.parametrize("library", ["openai", "async openai", "anthropic", "async anthropic"])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_stream_s_client_is_kept_waiting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, library: str, broken: bool
+) -> None:
+    """A turn may take longer than a client waits for a byte. What is refused after that is an error event, which the
+    libraries raise."""
+    session_id, base_url = bench.create()
+    asked: Any = {"model": "policy", "messages": ASKED}
+    kind = openai if "openai" in library else anthropic
+    options: Any = {"api_key": "x", "max_retries": 0, "timeout": kind.Timeout(10.0, read=0.5)}
+    options["base_url"] = base_url if kind is openai else base_url.removesuffix("/v1")
+
+    def plain() -> str:
+        if kind is openai:
+            with openai.OpenAI(**options).chat.completions.stream(**asked) as chunks:
+                return chunks.get_final_completion().choices[0].message.content or ""
+        with anthropic.Anthropic(**options).messages.stream(max_tokens=48, **asked) as events:
+            return events.get_final_message().content[0].text  # type: ignore[union-attr]
+
+    async def loop() -> str:
+        if kind is openai:
+            chunks = await openai.AsyncOpenAI(**options).chat.completions.create(stream=True, **asked)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        async with anthropic.AsyncAnthropic(**options).messages.stream(max_tokens=48, **asked) as events:
+            return (await events.get_final_message()).content[0].text  # type: ignore[union-attr]
+
+    def ask() -> str:
+        return asyncio.run(loop()) if library.startswith("async") else plain()
+
+    session = bench.service.registry.get(session_id).session
+    refused = bench.service.refused["bad_upstream"]
+    with later(bench, monkeypatch, (lambda _body: (500, b"broken on purpose")) if broken else engine_reply):
+        if not broken:
+            assert ask() == "done" and session.epoch == 1
+            return
+        with pytest.raises(kind.APIError, match="broken on purpose"):
+            ask()
+    assert (session.epoch, bench.service.refused["bad_upstream"]) == (0, refused + 1)
+    assert bench.service.registry.in_flight == 0
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_what_a_stream_says_while_its_turn_is_sampled(bench: Bench, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    session_id, _ = bench.create()
+    url, body = f"/sessions/{session_id}/v1/{path}", {"messages": ASKED, "stream": True}
+    beat = ": keep-alive" if path == "chat/completions" else 'event: ping\ndata: {"type": "ping"}'
+    with later(bench, monkeypatch), bench.http.stream("POST", url, json=body) as reply:
+        began = time.monotonic()
+        assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+        assert "content-length" not in reply.headers
+        parts = list(reply.iter_text())
+    assert time.monotonic() - began > 0.3, "the headers did not wait for the turn"
+    events = "".join(parts).split("\n\n")
+    assert events[:2] == [beat] * 2 and events[-1] == ""
+    quick = bench.http.post(url, json=body)  # the same turn again, at once
+    assert [e.split('"')[0] for e in quick.text.split("\n\n")] == [
+        e.split('"')[0] for e in events if e != beat
+    ] and "content-length" in quick.headers
+    # not for who did not ask for a stream, whose reply has one status
+    with later(bench, monkeypatch, lambda _body: (500, b"")):
+        whole = bench.http.post(url, json={"messages": ASKED})
+    assert whole.status_code == 502 and "content-length" in whole.headers
+    bench.engine.script = lambda _body: (500, b"")
+    assert bench.http.post(url, json=body).status_code == 502  # nothing was sent yet: a status
+    with later(bench, monkeypatch, lambda _body: (500, b"gone")), bench.http.stream("POST", url, json=body) as reply:
+        events = "".join(reply.iter_text()).split("\n\n")
+    assert events[0] == beat and events[-2].startswith('event: error\ndata: {"') and "bad_upstream" in events[-2]
+
+
+def test_a_stream_s_client_that_leaves_while_it_waits_changes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_id, _ = bench.create()
+    body = {"messages": ASKED, "stream": True}
+    bench.engine.cancelled.clear()
+    with later(bench, monkeypatch), bench.http.stream("POST", f"/sessions/{session_id}/v1/messages", json=body) as said:
+        assert next(said.iter_text()).startswith("event: ping")
+    assert bench.engine.cancelled.wait(10)
+    session = bench.service.registry.get(session_id).session
+    deadline = time.monotonic() + 10
+    while bench.service.registry.in_flight and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (session.epoch, session.requests_unanswered, bench.service.registry.in_flight) == (0, 1, 0)
 
 
 def test_reasoning_is_a_thinking_block_and_a_field(bench: Bench) -> None:

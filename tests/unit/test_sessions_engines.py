@@ -27,6 +27,8 @@ from tests.unit.sessions_server import Bench, engine_reply, session_bench
 
 MESSAGES = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
 CHAT = {"model": "policy", "messages": MESSAGES, "tools": [BASH_SCHEMA]}
+BASH = BASH_SCHEMA["function"]
+TOOL = {"name": "bash", "description": BASH["description"], "input_schema": BASH["parameters"]}  # type: ignore[index]
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,9 @@ BAD_REPLIES: dict[str, Any] = {
         200,
         orjson.dumps(engine_reply(body)).replace(b'"cached_tokens"', b'"num_retractions":%d,"cached_tokens"' % 10**30),
     ),
+    "fewer retractions than none": _meta(num_retractions=-1),
+    "an absurd version": _meta(weight_versions=None, weight_version="v" * 201),
+    "an absurd version of a span": _meta(weight_versions=[{"version": "v" * 10**6, "start": 0, "end": 3}]),
     "more than asked": lambda body: engine_reply(body, "a" * 60 + "<|im_end|>"),
     "a flood": lambda body: (200, b" " * (2 << 20)),
 }
@@ -202,8 +207,7 @@ TAKEN: dict[str, Any] = {
     "no text": lambda body: {key: value for key, value in engine_reply(body).items() if key != "text"},
     "fields nobody knows": _top(new={"a": [1]}),
     "spaces in its JSON": lambda body: (200, orjson.dumps(engine_reply(body), option=orjson.OPT_INDENT_2)),
-    "odd cached tokens": _meta(cached_tokens=None),
-    "more cached than sent": _meta(cached_tokens=1 << 20),
+    "no cached tokens": _meta(cached_tokens=None),
     "no retractions field": _meta(num_retractions=None),
     "routing that was not asked for": _meta(routed_experts="AAAA"),
     "one version for all": _meta(weight_versions=None),
@@ -217,7 +221,37 @@ def test_habits_that_change_no_meaning_are_taken(bench: Bench, name: str) -> Non
     reply = bench.chat(session_id, CHAT)
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["message"]["content"] == "done"
-    assert 0 <= reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] <= 3
+    assert reply.json()["usage"]["prompt_tokens_details"] in ({"cached_tokens": 3}, {})
+    assert bench.get(f"/sessions/{session_id}").json()["upstream_malformed"] == {}
+
+
+@pytest.mark.parametrize("odd", [-1, 1 << 20, True, False, 2.0, "3", [3], {"tokens": 3}])
+def test_a_statistic_that_makes_no_sense_is_unknown_and_counted(bench: Bench, odd: Any) -> None:
+    """The turn is none the worse for it; what would be computed from it leaves the turn out."""
+    session_id, _ = bench.create()
+    said = bench.chat(session_id, CHAT).json()["choices"][0]["message"]
+    bench.engine.script = _meta(cached_tokens=odd)
+    more = {**CHAT, "messages": [*MESSAGES, said, MESSAGES[1]]}
+    reply = bench.chat(session_id, more)
+    assert reply.status_code == 200 and reply.json()["usage"]["prompt_tokens_details"] == {}
+    usage = bench.say(session_id, {"system": "Use bash.", "messages": more["messages"][1:], "tools": [TOOL]}).json()
+    assert usage["usage"]["cache_read_input_tokens"] is None
+    told = bench.get(f"/sessions/{session_id}").json()
+    assert told["upstream_malformed"] == {"cached_tokens": 2}
+    assert [turn["cached_tokens"] for turn in told["turns"]] == [3, None, None]
+    (sample,) = merge(snapshot(bench.service.registry.get(session_id).session))
+    assert (sample.cached_tokens, sample.prompt_tokens) == (3, told["turns"][0]["prompt_tokens"])
+
+
+def test_versions_are_kept_once_and_counted(bench: Bench) -> None:
+    session_id, _ = bench.create(expected_weight_version=None)
+    spans = [{"version": "v" * 190 + str(i), "start": i, "end": i + 1} for i in range(3)]
+    for versions in (spans[:1], spans):
+        bench.engine.script = _meta(weight_versions=[*versions[:-1], {**versions[-1], "end": 3}])
+        assert bench.chat(session_id, CHAT).status_code == 200
+    first, second = bench.service.registry.get(session_id).session.turns
+    assert first.spans[0][2] is second.spans[0][2]
+    assert second.held_bytes() - first.held_bytes() > 2 * 190
 
 
 def test_a_generation_that_the_gateway_sent_twice_is_one_turn(bench: Bench) -> None:

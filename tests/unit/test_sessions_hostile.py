@@ -309,6 +309,36 @@ def test_a_head_that_never_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -
         assert b" 200 " in idle.recv(1 << 16)
 
 
+def test_who_does_not_read_a_reply_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the kernel takes, before and after the reply's last piece; who reads, however slowly, gets it all."""
+    size = 24 << 20
+    monkeypatch.setattr(server, "_TICKS_PER_SWEEP", 3)
+    monkeypatch.setattr(server, "_UNSENT_BYTES", 1 << 16)
+    monkeypatch.setattr(routes, "page", lambda: b"x" * size)
+    service = Service(template(), Registry(template(), Limits()), _Upstream(), TOKEN)  # type: ignore[arg-type]
+    with contextlib.ExitStack() as open_:
+        app = create_app(service)
+        url = open_.enter_context(serving(app, functools.partial(server.DrainingServer, service=service)))
+        host, port = url.removeprefix("http://").split(":")
+        deaf, slow = (open_.enter_context(socket.socket()) for _ in range(2))
+        for connection in (deaf, slow):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            connection.settimeout(10)
+            connection.connect((host, int(port)))
+            connection.sendall(b"GET /docs HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        got = 0
+        while piece := slow.recv(1 << 18):
+            got += len(piece)
+            time.sleep(0.005)
+        assert got > size
+        _wait(lambda: service.disconnects == 1)
+        got = 0
+        with contextlib.suppress(ConnectionError):
+            while piece := deaf.recv(1 << 20):
+                got += len(piece)
+        assert got < size  # what was on its way
+
+
 def test_hanging_up_anywhere_leaves_nothing_behind(bench: Bench) -> None:
     session_id, _ = bench.create()
     session = bench.service.registry.get(session_id).session

@@ -85,6 +85,25 @@ def test_everything_that_decides_sampling_is_assigned(bench: Bench) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "counted"),
+    [
+        ({"seed": 0, "min_tokens": 0, "ignore_eos": False}, {"seed", "min_tokens", "ignore_eos"}),
+        ({"seed": 7, "stop": "x", "logprobs": True, "top_logprobs": 2}, {"seed", "stop", "logprobs", "top_logprobs"}),
+        ({"presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": False, "top_logprobs": 0}, set()),
+        ({"presence_penalty": 0.1, "frequency_penalty": -1}, {"presence_penalty", "frequency_penalty"}),
+        ({"seed": None, "stop": [], "logit_bias": {}, "suffix": "", "store": False, "user": "me"}, set()),
+    ],
+)
+def test_a_field_that_says_something_and_does_nothing_is_counted(
+    bench: Bench, fields: dict[str, Any], counted: set[str]
+) -> None:
+    """Zero and false say something; null, nothing in it, and the protocol's own default do not."""
+    session_id, _ = bench.create()
+    assert bench.chat(session_id, {**CHAT, **fields}).status_code == 200
+    assert bench.get(f"/sessions/{session_id}").json()["ignored_params"] == dict.fromkeys(counted, 1)
+
+
 def test_the_agent_is_told_no_ids_and_no_logprobs(bench: Bench) -> None:
     session_id, _ = bench.create()
     reply = bench.chat(session_id, {**CHAT, "logprobs": True, "stream": False}).json()
@@ -335,7 +354,7 @@ def test_what_is_wrong_with_a_new_session_is_told_in_one_line(bench: Bench) -> N
         error = reply.json()["error"]
         assert (reply.status_code, error["code"]) == (400, "bad_body") and said in error["message"], error
         assert "\n" not in error["message"]
-    many = bench.post("/sessions", CREATE | {f"key{number}": 1 for number in range(10_000)}).json()["error"]["message"]
+    many = bench.post("/sessions", CREATE | {f"key{number}": 1 for number in range(4_000)}).json()["error"]["message"]
     assert len(many) < 2100 and many.endswith("...")
     for name in (".hidden", "-x", "a\n", "ä", ""):
         assert bench.post("/sessions", {**CREATE, "attempt_id": name}).status_code == 400

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 
 from rl360.errors import BadInput
 from rl360.sessions.messages import Message, Tool, ToolCall, parse_tools
+from rl360.sessions.refusals import Refusal, SessionRefusal
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 # a Unicode noncharacter splits added tokens inside message text while Jinja runs; `0` keeps one that was there before
@@ -38,6 +39,8 @@ _SHORT = 24  # characters
 # characters; the tokenizer takes 200 bytes of memory for each and its threads keep them: so few such texts at once, in
 # few threads
 _LONG = 256 << 10
+_MOST_IDS = 1 << 20  # of one long text; a list of more stops every thread for too long while it is made
+_STEP = 1 << 16  # ids that become an array in one go: other threads run in between
 _long_encoder = ThreadPoolExecutor(2, "encode")
 _ASKED = (Message("user", ""),)
 _SPOKEN = (*_ASKED, Message("assistant", ""))
@@ -229,7 +232,10 @@ class ChatTemplate:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+        if len(found) > _MOST_IDS:
+            raise SessionRefusal(Refusal.LENGTH, f"a text of {len(found)} tokens, at most {_MOST_IDS}")
+        return found.ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ids, added tokens by their names."""
@@ -321,7 +327,9 @@ class ChatTemplate:
                 piece = piece[len(opener[0]) :]
             if piece:  # the template's own pieces are short and always the same
                 ids.extend(self._encode_short(piece) if len(piece) <= _SHORT else self.encode(piece))
-        return np.array(ids, dtype=np.int32)
+        if len(ids) <= _STEP:
+            return np.array(ids, dtype=np.int32)
+        return np.concatenate([np.array(ids[at : at + _STEP], np.int32) for at in range(0, len(ids), _STEP)])
 
     def _check_tokenizer(self, stock: Tokenizer) -> None:
         """One conversation both ways: a prefix space, stripping tokens or a rewriting normalizer would show here."""
