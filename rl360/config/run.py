@@ -6,12 +6,14 @@ for fields marked operational (pace, fleet, deadlines): they change how a run is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rl360.errors import BadInput
+from rl360.objective.advantages import CRITIC
 from rl360.objective.presets import PRESETS
 from rl360.store.layout import RUN_PATTERN
 
@@ -149,13 +151,20 @@ class DeadlinesConfig(_Section):
         return self
 
 
-# Named by published recipes; the formulas are in rl360.objective, the models they need are not in the trainer.
-_NOT_WIRED = {
-    "gae": "gae needs a critic, and the trainer trains none; rl360.objective.gae has the formula",
-}
+CRITIC_FIELDS = (
+    "gamma",
+    "gae_lambda",
+    "whiten_advantages",
+    "critic_lambda",
+    "critic_lr",
+    "critic_updates",
+    "critic_warmup_steps",
+    "value_clip",
+)
+_GROUP_FIELDS = ("disagreement_rtol", "filter_on")
 _KL_FIELDS = ("kl_coef", "kl_estimator", "kl_in", "reference")
 _FROZEN = {"disagreement_rtol", "veto", "off_policy_delta", "reduction_constant"}  # only a whole config names them all
-_KL_IN_REWARD = ("rloo", "reinforce_pp")
+_KL_IN_REWARD = ("rloo", "reinforce_pp", CRITIC)
 
 
 class ObjectiveConfig(_Section):
@@ -174,11 +183,27 @@ class ObjectiveConfig(_Section):
         "icepop",
         "mis",
         "mis_geometric",
+        "ppo",
     ] = Field("rl360", description="published recipe whose values fill the fields that are left out")
-    estimator: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
-        "grpo", description="baseline of a reward: its group's mean, the group's others, the step, group then step"
+    estimator: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+        "grpo",
+        description="baseline of a reward: its group's mean, the group's others, the step, group then step, a critic",
     )
     normalize_std: bool = Field(False, description="divide grpo advantages by the group's standard deviation")
+    gamma: float = Field(1.0, gt=0, le=1, description="gae: discount of a reward by trained token")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="gae: lambda of the advantages")
+    whiten_advantages: bool = Field(
+        False, description="gae: less their mean, divided by their deviation, over the step's trained tokens"
+    )
+    critic_lambda: float | None = Field(
+        None, ge=0, le=1, description="gae: lambda of the returns that the critic learns; null: gae_lambda"
+    )
+    critic_lr: float | None = Field(None, gt=0, description="learning rate of the critic; null: trainer.lr")
+    critic_updates: int = Field(1, ge=1, le=100, description="optimizer steps of the critic on each batch")
+    critic_warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which the critic alone moves")
+    value_clip: float | None = Field(
+        None, gt=0, description="how far values are to move in the updates on one batch; null: no bound"
+    )
     disagreement_rtol: float = Field(1e-6, ge=0, description="rewards this close (relative) count as equal")
     format_error_penalty: float = Field(
         0.0, ge=0, lt=1, description="taken off the reward of a pass that made malformed tool calls"
@@ -237,13 +262,6 @@ class ObjectiveConfig(_Section):
             return given  # frozen before there was a KL term: the run goes on without one, whatever its recipe says now
         return {**PRESETS[name], **given}
 
-    @field_validator("estimator", "old_policy", mode="before")
-    @classmethod
-    def _wired(cls, value: Any) -> Any:
-        if isinstance(value, str) and value in _NOT_WIRED:
-            raise ValueError(_NOT_WIRED[value])
-        return value
-
     @model_validator(mode="after")
     def _sense(self) -> ObjectiveConfig:
         """Refuses what would do nothing, or the same thing twice."""
@@ -300,14 +318,35 @@ class ObjectiveConfig(_Section):
                 f"reduction_constant says nothing with reduction {self.reduction}",
             ),
         )
-        for broken, why in (*rules, *self._kl_rules()):
+        for broken, why in (*rules, *self._kl_rules(), *self._critic_rules()):
             if broken:
                 raise ValueError(why)
         return self
 
+    def _given(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that have another value than by default."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
+    def _critic_rules(self) -> tuple[tuple[bool, str], ...]:
+        gae, own, group = self.estimator == CRITIC, self._given(CRITIC_FIELDS), self._given(_GROUP_FIELDS)
+        return (
+            (
+                not gae and bool(own),
+                f"{', '.join(own)} says nothing with estimator {self.estimator}: only gae has a critic",
+            ),
+            (
+                gae and bool(group),
+                f"{', '.join(group)} says nothing with estimator gae: no group is compared with anything",
+            ),
+            (
+                self.value_clip is not None and self.critic_updates == 1,
+                "value_clip needs critic_updates above 1: at the first one values are where they were, nothing to clip",
+            ),
+        )
+
     def _kl_rules(self) -> tuple[tuple[bool, str], ...]:
         in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == where for where in ("loss", "reward"))
-        given = [name for name in _KL_FIELDS if getattr(self, name) != type(self).model_fields[name].default]
+        given = self._given(_KL_FIELDS)
         return (
             (not self.kl_coef and bool(given), f"{', '.join(given)} says nothing with kl_coef 0"),
             (
@@ -422,6 +461,11 @@ class RunConfig(_Section):
             raise ValueError(f"{have} is set and {lack} is not; set both (and client_s to cover the sum) or neither")
         if model and call_s > judge_s:
             raise ValueError(f"judge.call_s {call_s:g} is more than deadlines.judge_s {judge_s:g}; lower it")
+        if self.trainer.witness and self.objective.estimator == CRITIC:
+            raise ValueError(
+                "trainer.witness with estimator gae would refuse steps that are right: tokens whose advantage a critic "
+                "makes 0 have no gradient, and it takes them for lost; switch it off"
+            )
         return self
 
     @property

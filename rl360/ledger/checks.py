@@ -25,6 +25,7 @@ NO_STEP = ("empty", "nonfinite")
 TRAIN_FIGURES = (
     *("loss", "grad_norm", "clip_fraction", "tis_mean", "masked_fraction"),
     *("mean_abs_dlogp", "entropy", "kl_mean"),
+    *("value_loss", "explained_variance", "value_clip_fraction"),
 )
 
 

@@ -40,7 +40,8 @@ class AttemptRow:
     sample's first trained id) and observation (after it).
     forwards: what the engine did for it, by `FORWARD_COUNTS`, zero counts left out.
     reward: the verifier's, None without a verdict. score: what its advantage was computed from: the reward, shaped;
-    0 of a timeout that the run scores; None of what infrastructure lost.
+    0 of a timeout that the run scores; None of what infrastructure lost. advantage: of each of its trained tokens; None
+    when it trains nothing, and with the estimator gae, where each token has one of its own.
     token_weight: the loss weight of each of its trained tokens (rl360.objective.reductions), None when it trains
     nothing; `loss_weight` is their sum. agent_tokens: what the engine's replies to the agent added up to, None when
     the attempt reported none.
@@ -100,6 +101,9 @@ class TrainReport:
     mean_abs_dlogp: float | None = None
     entropy: float | None = None
     kl_mean: float | None = None
+    value_loss: float | None = None
+    explained_variance: float | None = None
+    value_clip_fraction: float | None = None
     weights_digest: str = ""
     batch_digest: str = ""
     witness: dict[str, Any] | None = None

@@ -30,6 +30,7 @@ import numpy as np
 from rl360.errors import BadInput
 
 STD_EPS = 1e-6
+CRITIC = "gae"  # the estimator that is none of attempts: advantages of tokens, by the trainer (rl360.objective.gae)
 ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 _STEP = "step"
 

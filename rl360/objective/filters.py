@@ -17,7 +17,9 @@ the decision's token counts sum to what the attempt sampled. Rules, first match 
     otherwise                                   trained; what its session dropped (a cut, a rewritten history, a lost
                                                 race, a refused reply): the bucket the session booked it in
 
-The scope is what the baseline is a mean of: the group, or with the estimator `reinforce_pp` the step.
+The scope is what the baseline is a mean of: the group, or with the estimator `reinforce_pp` the step. With `gae` a
+critic is the baseline, nobody is compared with anybody, and neither rule about scopes applies: every attempt with a
+score trains, and the trainer gives its tokens their advantages.
 The score is what advantages are computed from, kept beside the reward, which only a verifier writes: the reward, less
 `format_error_penalty` for a pass with malformed tool calls; or 0 for a timeout without a verdict, in a run that scores
 those (`rollout.unverified_timeout`). `_score` alone makes it. Rewards agree or not as the verifier wrote them, or as
@@ -41,7 +43,7 @@ import numpy as np
 from rl360.errors import BadInput
 from rl360.ledger.metrics import PASS_REWARD
 from rl360.ledger.outcomes import HAS_VERDICT, Bucket, Outcome
-from rl360.objective.advantages import attempt_advantages, group_index, scopes
+from rl360.objective.advantages import CRITIC, attempt_advantages, group_index, scopes
 from rl360.objective.reductions import token_weights
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ FORMAT_ERRORS = "format_errors"  # what an agent calls the tool calls it could n
 @dataclass(frozen=True)
 class TrainRow:
     """One sample to train, by reference: leaf `leaf` of the object `key`. tokens: its length; trained: ids under its
-    loss mask; weight: of each of them in the step's loss. The trainer refuses an object that is not what its row says.
+    loss mask; weight: of each of them in the step's loss; advantage: of each of them, or with the estimator `gae` the
+    attempt's score, which the critic makes advantages of. The trainer refuses an object that is not what its row says.
     """
 
     attempt_id: str
@@ -74,6 +77,7 @@ class Decision:
     """What became of one attempt. `leaves`: the reason of each of its samples, `bucket` that of the attempt: trained
     when one of them is, else the first one's. `tokens`: sampled tokens by bucket, summing to what it sampled.
     `reward`: the verifier's, None without a verdict. `score`: what its advantage is computed from, None for infra.
+    `advantage`: None when nothing of it trains, and with the estimator `gae`, where each token has its own.
     `token_weight`: of each of its trained tokens in the step's loss, None when it trains none."""
 
     attempt_id: str
@@ -183,13 +187,16 @@ def filter_groups(
     names = list(score_of)
     group_ids = [attempt.group_id for attempt in ordered if attempt.attempt_id in score_of]
     raw, shaped = np.array([*score_of.values()], dtype=np.float64).reshape(-1, 2).T.copy()
-    advantages = attempt_advantages(
-        shaped, group_ids, names, estimator=config.estimator, normalize_std=config.normalize_std
-    )
-    advantage_of = {name: float(value) for name, value in zip(names, advantages, strict=True)}
     scope_of = dict(zip(names, scopes(config.estimator, group_ids), strict=True))
-    compared = raw if config.filter_on == "raw" else shaped
-    reasons = _scope_reasons(compared, list(scope_of.values()), config.disagreement_rtol)
+    advantage_of: dict[str, float] = {}
+    reasons: dict[str, Bucket] = {}
+    if config.estimator != CRITIC:
+        advantages = attempt_advantages(
+            shaped, group_ids, names, estimator=config.estimator, normalize_std=config.normalize_std
+        )
+        advantage_of = {name: float(value) for name, value in zip(names, advantages, strict=True)}
+        compared = raw if config.filter_on == "raw" else shaped
+        reasons = _scope_reasons(compared, list(scope_of.values()), config.disagreement_rtol)
 
     versions = trainable_versions(expected_version, kept_versions)
     decisions: list[Decision] = []
@@ -261,7 +268,8 @@ def _decide(
 
 
 def _rows(attempt: AttemptRecord, decision: Decision) -> list[TrainRow]:
-    stored, advantage, weight = attempt.stored, decision.advantage, decision.token_weight
+    stored, weight = attempt.stored, decision.token_weight
+    advantage = decision.score if decision.advantage is None else decision.advantage
     if stored is None or advantage is None or weight is None:
         return []
     return [

@@ -5,6 +5,9 @@ delta_t = r_t + gamma * V_(t+1) - V_t; as PPO uses it, arXiv 1707.06347, section
 
 A sample's steps are the tokens under its loss mask: what lies between them (tool output, the next prompt) is part of
 the environment, so neither discount counts it and "the next value" is that of the next trained token, 0 after the last.
+(verl's compute_gae_advantage_return skips observations the same way.) An attempt ends in all its samples: each leaf of
+a tree session is a sequence of its own, with the attempt's score at the last trained token of that leaf; so does one
+that was cut, whose verdict is of what it had done by then: nothing is bootstrapped.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ In the reward (`reward_advantages`), by estimator of the baseline:
                   RLOO, arXiv 2402.14740, section 2; Ouyang et al., arXiv 2203.02155, equation 2
     reinforce_pp  A_t = r - coefficient * sum of k1 from t to the answer's end, then (A_t - mean) / std over all
                   trained tokens of the step: REINFORCE++, arXiv 2501.03262, equations for A, KL(t) and A^norm
+    gae           r_t = -coefficient * k1 of token t, and the score at the last one: Ouyang et al., arXiv 2203.02155,
+                  equation 2, by token as Ziegler et al., arXiv 1909.08593, section 2.1 (rl360.training.critic)
 """
 
 from __future__ import annotations

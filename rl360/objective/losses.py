@@ -190,6 +190,8 @@ def value_loss(
     """
     trained = Trained(mask.bool())
     value, old, goal, weight = (trained.pick(each) for each in (values, values_old.detach(), returns, weights))
-    near = value if clip is None else old + (value - old).clamp(-clip, clip)
+    moved = value - old
+    # V itself within the bound: by way of old it would be V rounded, and seem held
+    near = value if clip is None else torch.where(moved.abs() > clip, old + clip * moved.sign(), value)
     plain, clipped = (value - goal).square(), (near - goal).square()
     return 0.5 * (weight * torch.maximum(plain, clipped)).sum(), (clipped > plain).sum()

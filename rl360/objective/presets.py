@@ -31,6 +31,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reduction": "sample_mean",
     },
     "cispo": {**_AGAINST_ROLLOUT, "loss": "cispo", "normalize_std": True, "clip_low": 1.0, "clip_high": 4.0},
+    "ppo": {
+        **_PLAIN,
+        "estimator": "gae",
+        "gae_lambda": 0.95,
+        "whiten_advantages": True,
+        "critic_updates": 4,
+        "value_clip": 0.2,
+    },
     "icepop": {"correction": "mask", "correction_low": 0.5, "correction_high": 5.0},
     "mis": {"correction": "mask", "correction_level": "sequence", "correction_high": 2.0},
     "mis_geometric": {

@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject
+from rl360.objective.advantages import CRITIC
 from rl360.objective.kl import RowKl, kl_ahead, reward_advantages
 from rl360.store.codec import sha256_hex
 from rl360.store.layout import actor_prefix, reference_key
@@ -166,6 +167,12 @@ class Actors:
         see the KL of all samples, so the result depends on no split."""
         objective = self.config.objective
         found = self.policy.batch_logprobs(micro, self.config.rollout.temperature)
+        if objective.estimator == CRITIC:  # taken off by token, before the critic judges
+            each = ((one, values, one.reference) for one, values in zip(micro, found, strict=True))
+            return [
+                one if values is None or of is None else replace(one, token_rewards=objective.kl_coef * (of - values))
+                for one, values, of in each
+            ]
         mine: dict[int, RowKl] = {}
         ahead: dict[int, np.ndarray] = {}
         for one, values in zip(micro, found, strict=True):

@@ -134,7 +134,7 @@ class Director:
         recorded = at.next_step - (1 if self.pending else 0)
         if recorded:
             last = read_result(self.store, at.run, recorded - 1)
-            if last is None or (not self.pending and last.weights_digest != at.digest):
+            if last is None or (not self.pending and last.left != (at.digest, at.critic_digest)):
                 return False
         return self.pending is not None or read_result(self.store, at.run, recorded) is None
 
@@ -175,7 +175,7 @@ class Director:
     def _settle(self, recorded: TrainResult) -> None:
         """The pending step is recorded, by us or by another trainer; in the second case memory must agree."""
         pending, self.pending = self.pending, None
-        if pending is not None and pending.weights_digest != recorded.weights_digest:
+        if pending is not None and pending.left != recorded.left:
             self.replica.at = None  # the next request rebuilds from the store
             key = step_key(recorded.run, recorded.step, RESULT_NAME)
             raise Conflict(f"{key} was recorded by another trainer with other weights; memory is dropped, ask again")

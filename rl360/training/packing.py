@@ -55,7 +55,8 @@ class MicroBatch:
     routing: experts to replay [rows, width, layers, top_k], as narrow as the samples hold them; None: the model's own.
     versions: of the weights that sampled each target, int32 [rows, width], -1 where none did.
     old, reference: log-probs under kept earlier weights and under the reference policy, float32 [rows, width].
-    values, returns: of a critic before the step, and what it learns, float32 [rows, width]; None without one.
+    token_rewards: beside the scores, for a critic; values, returns: of it before the step, and what it learns; float32
+    [rows, width], None without one.
     """
 
     indices: tuple[int, ...]
@@ -69,6 +70,7 @@ class MicroBatch:
     versions: np.ndarray | None = None
     old: np.ndarray | None = None
     reference: np.ndarray | None = None
+    token_rewards: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
 

@@ -14,9 +14,11 @@ import torch
 
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, ReplayMismatch, Rl360Error
+from rl360.objective.advantages import CRITIC
 from rl360.objective.filters import trainable_versions
 from rl360.store.object_store import ObjectStore
 from rl360.training import actors, checkpoints
+from rl360.training.critic import Critic
 from rl360.training.megatron.hf_dir import write_dir
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, parallel_state
@@ -61,7 +63,7 @@ Command = OpenRun | TrainStep | SaveCheckpoint | GatherWeights
 
 @dataclass(frozen=True)
 class Position:
-    """Where the weights in memory stand. `digest` is known on rank 0."""
+    """Where the weights in memory stand. Digests are known on rank 0; that of the critic is None without one."""
 
     run: str
     config: RunConfig
@@ -69,6 +71,7 @@ class Position:
     next_step: int
     version: int
     digest: str
+    critic_digest: str | None
 
 
 class Replica:
@@ -77,6 +80,7 @@ class Replica:
     def __init__(self, store: ObjectStore, layout: Layout, incarnation: str) -> None:
         self.store, self.layout, self.incarnation = store, layout, incarnation
         self.policy: Policy | None = None
+        self.critic: Critic | None = None  # of the policy's run, when its estimator needs one
         self.at: Position | None = None
         self.actors: actors.Actors | None = None  # of the policy's run, there when the policy is
 
@@ -114,15 +118,25 @@ class Replica:
         if trainer.routing_replay and policy.shape.routing is None:
             raise BadInput(f"trainer.routing_replay is on and {command.model_dir} has no experts; switch it off")
         self.actors = actors.Actors(self.store, config, policy, command.model_dir)
-        at = Position(command.run, config, command.model_dir, 0, 0, digest_of(policy.weights()))
+        critic = None
+        if config.objective.estimator == CRITIC:
+            own = replace(optim, lr=config.objective.critic_lr or optim.lr)
+            critic = together(lambda: Critic(Path(command.model_dir), self.layout, own))
+        self.critic = critic
+        at = Position(command.run, config, command.model_dir, 0, 0, digest_of(policy.weights()), self._critic_digest())
         saved = command.checkpoint
         if saved is not None:
             sets = together(lambda: checkpoints.read_tensors(self.store, saved))
             moments = {name: sets[name] for name in ("exp_avg", "exp_avg_sq")}
-            policy.load(sets["weights"], moments, saved.version + config.updates_before)
+            policy.load(sets["weights"], moments, saved.version + config.updates_before - saved.withheld_updates)
+            if critic is not None:
+                critic.restore(sets, saved.critic_updates)
             torch.set_rng_state(sets["rng"]["torch"])
             at = replace(at, next_step=saved.next_step, version=saved.version, digest=digest_of(policy.weights()))
-            self._must_equal(at.digest, saved.weights_digest, f"checkpoint {saved.step} of {saved.run}", saved.layout)
+            at, what = replace(at, critic_digest=self._critic_digest()), f"checkpoint {saved.step} of {saved.run}"
+            self._must_equal(at.digest, saved.weights_digest, what, saved.layout)
+            if critic is not None and saved.critic_digest is not None:
+                self._must_equal(at.critic_digest, saved.critic_digest, f"{what}, its critic", saved.layout)
         self.policy, self.at = policy, at
         try:
             for recorded in command.committed:
@@ -132,20 +146,27 @@ class Replica:
             raise
         return self.at
 
+    def _critic_digest(self) -> str | None:
+        return None if self.critic is None else digest_of(self.critic.weights())
+
     def _replay(self, recorded: TrainResult) -> None:
         """Take a committed step again; it must end in the weights that were recorded."""
         what = f"step {recorded.step} of {recorded.run}"
         result = self._train(TrainStep(recorded.step, recorded.batch_key, recorded.batch_digest))
         self._must_equal(result.weights_digest, recorded.weights_digest, f"replay of {what}", recorded.layout)
+        if self.critic is not None:
+            critic = f"replay of {what}, its critic"
+            self._must_equal(result.critic_digest, str(recorded.critic_digest), critic, recorded.layout)
         if (result.status, result.version_after) != (recorded.status, recorded.version_after):
             raise ReplayMismatch(f"replay of {what} ended {result.status}, recorded {recorded.status}")
 
-    def _must_equal(self, found: str, expected: str, what: str, layout: str) -> None:
+    def _must_equal(self, found: str | None, expected: str, what: str, layout: str) -> None:
         def check() -> bool:
             if self.leads and found != expected:
                 raise ReplayMismatch(
-                    f"{what}: weights {found[:16]} differ from the recorded {expected[:16]} (recorded on {layout}, "
-                    f"now {self.layout_name()}; another layout or machine rounds differently: restart as recorded)"
+                    f"{what}: weights {str(found)[:16]} differ from the recorded {expected[:16]} "
+                    f"(recorded on {layout}, now {self.layout_name()}; another layout or machine rounds differently: "
+                    "restart as recorded)"
                 )
             return True
 
@@ -184,6 +205,7 @@ class Replica:
             status=StepStatus.EMPTY,
             version_after=at.version,
             weights_digest=at.digest,
+            critic_digest=at.critic_digest,
             seconds=0.0,
             batch_key=command.batch_key,
             batch_digest=command.batch_digest,
@@ -194,23 +216,45 @@ class Replica:
             assert self.actors is not None
             self.actors.keep(at.version, at.digest)
             micro, used = self.actors.prepare(batch, micro, at.version)
-            loss_sums = policy_sums(at.config.objective, at.version)
-            objective, witness = at.config.objective, None
-            if at.config.trainer.witness:
-                witness = Witness(batch.rows, other_terms=bool(objective.entropy_coef or objective.kl_coef))
-            sums = policy.step(micro, loss_sums, tokens, at.config.rollout.temperature, witness)
-            done: dict[str, object] = {"actors_used": used, "weights_digest": digest_of(policy.weights())}
-            done["witness"] = None if witness is None else witness.report
-            result = result.model_copy(update=_outcome(sums, tokens, at) | done)
+            done = self._update(batch, micro, at.config.objective.critic_warmup_steps > command.step)
+            result = result.model_copy(update=done | {"actors_used": used})
         result = result.model_copy(update={"seconds": round(time.monotonic() - started, 4)})
-        self.at = replace(at, next_step=command.step + 1, version=result.version_after, digest=result.weights_digest)
+        at = replace(at, next_step=command.step + 1, version=result.version_after, digest=result.weights_digest)
+        self.at = replace(at, critic_digest=result.critic_digest)
         return result
+
+    def _update(self, batch: Batch, micro: list[MicroBatch], withheld: bool) -> dict[str, object]:
+        """The optimizer steps, of the policy and of its critic or of neither; the result's fields about them.
+
+        withheld: the policy's is left out. Its loss and gradient are told all the same, and must be finite.
+        """
+        policy, at = self._held()
+        critic, objective, tokens = self.critic, at.config.objective, batch.trained_tokens
+        told: dict[str, object] = {}
+        witness = None
+        if at.config.trainer.witness:
+            witness = Witness(batch.rows, other_terms=bool(objective.entropy_coef or objective.kl_coef))
+        if critic is not None:
+            micro, told["explained_variance"] = critic.judged(micro, objective)
+        loss_sums = policy_sums(objective, at.version)
+        sums = policy.gradients(micro, loss_sums, tokens, at.config.rollout.temperature, witness)
+        if critic is not None and sums.applied:
+            learned = critic.learn(micro, objective, tokens)
+            sums = replace(sums, applied=learned.applied)
+            told["value_loss"] = learned.sums["value_loss"] / tokens
+            told["value_clip_fraction"] = learned.sums["value_clipped"] / tokens
+        if sums.applied and not withheld:
+            policy.optimizer.step()
+        done: dict[str, object] = {"weights_digest": digest_of(policy.weights())}
+        done |= {"critic_digest": self._critic_digest(), "witness": None if witness is None else witness.report}
+        return _outcome(sums, tokens, at) | done | (told if sums.applied else {})
 
     # -- save ---------------------------------------------------------------------------------------------------
 
     def _save(self, command: SaveCheckpoint) -> checkpoints.CheckpointManifest | None:
         policy, at = self._held()
         sets = checkpoints.tensor_sets(policy.weights(), policy.moments())
+        sets |= {} if self.critic is None else self.critic.sets()
         if not self.leads:
             return None
         manifest = checkpoints.CheckpointManifest(
@@ -219,6 +263,9 @@ class Replica:
             next_step=at.next_step,
             version=at.version,
             weights_digest=at.digest,
+            withheld_updates=at.version + at.config.updates_before - policy.updates,
+            critic_digest=at.critic_digest,
+            critic_updates=0 if self.critic is None else self.critic.updates,
             layout=self.layout_name(),
             objects={},
         )

@@ -75,12 +75,21 @@ class TrainResult(BaseModel):
     kl_mean: float | None = Field(None, description="of the KL's estimate to the reference; null without one")
     actors_used: tuple[int, ...] = Field((), description="earlier versions whose kept actors gave old log-probs")
     witness: Witnessed | None = Field(None, description="with trainer.witness: which samples had a gradient")
+    value_loss: float | None = Field(None, description="the critic's, over trained tokens; null without a critic")
+    explained_variance: float | None = Field(None, description="of the returns by the critic's values before the step")
+    value_clip_fraction: float | None = None
     weights_digest: str
+    critic_digest: str | None = Field(None, description="of the critic's weights after this step")
     seconds: float
     batch_key: str
     batch_digest: str
     layout: str = Field(description="processes and threads that computed it: another layout rounds differently")
     incarnation: str
+
+    @property
+    def left(self) -> tuple[str, str | None]:
+        """The weights that the step ended in, policy's and critic's."""
+        return self.weights_digest, self.critic_digest
 
 
 def read_result(store: ObjectStore, run: str, step: int) -> TrainResult | None:

@@ -31,6 +31,9 @@ class CheckpointManifest(BaseModel):
     next_step: int
     version: int
     weights_digest: str
+    withheld_updates: int = 0  # of the versions so far, those in a critic's warm-up, which left the policy as it was
+    critic_digest: str | None = None
+    critic_updates: int = 0
     layout: str
     objects: dict[str, ObjectRef]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from rl360.config.run import DeadlinesConfig, RunConfig, frozen_differences
+from rl360.config.run import CRITIC_FIELDS, DeadlinesConfig, RunConfig, frozen_differences
 from rl360.errors import BadInput
 from tests.unit.product_sources import ROOT, files, text_of
 
@@ -183,6 +183,7 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             "kl_estimator": None,  # belong to a KL
             "kl_in": None,
             "reference": None,
+            **dict.fromkeys(CRITIC_FIELDS),  # belong to gae
             "pause_mode": "abort",
             "session_mode": "tree",
             "pick": None,  # belongs to trees

@@ -339,6 +339,16 @@ def test_value_loss_by_hand(value: float, loss: float, slope: float, held: int) 
     assert values.grad is not None and values.grad.tolist() == pytest.approx([0.25 * slope, 0.0])
 
 
+def test_a_value_within_the_bound_is_not_held() -> None:
+    """Also where value - old rounds: the count says what the clip did, and no more."""
+    generator = torch.Generator().manual_seed(1)
+    old, goal = torch.rand(2, 4000, generator=generator)
+    value = old + 0.19 * (torch.rand(4000, generator=generator) * 2 - 1)
+    every = torch.ones(4000)
+    loss, held = value_loss(value, old, goal, every, every, 0.2)
+    assert held == 0 and loss == value_loss(value, old, goal, every, every, None)[0]
+
+
 def test_value_loss_and_dual_clip_match_finite_differences() -> None:
     generator = torch.Generator().manual_seed(6)
     a, b, c, w = (torch.randn(30, dtype=torch.float64, generator=generator) for _ in range(4))

@@ -1,4 +1,5 @@
-"""The layer modules that megatron lacks without TransformerEngine, and token log-probs over a split vocabulary.
+"""The layer modules that megatron lacks without TransformerEngine, a critic's head, and token log-probs over a split
+vocabulary.
 
 `CausalAttention` is the core attention by `scaled_dot_product_attention`; `RmsNorm` carries the sequence-parallel mark
 (the stock wrapper refuses it). Batches are rectangles `[batch, sequence]` padded on the right: under a causal mask no
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -51,6 +53,23 @@ class CausalAttention(MegatronModule):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+class ValueHead(torch.nn.Module):
+    """Hidden states [sequence, batch, hidden] -> values [sequence, batch, 1], in the place of megatron's output layer.
+
+    Each tensor-parallel rank computes all values by a copy of its own, whose gradient is therefore the same on each.
+    """
+
+    def __init__(self, hidden: int, like: torch.Tensor, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.zeros(1, hidden, dtype=like.dtype, device=like.device))
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden: torch.Tensor, **_unused: Any) -> tuple[torch.Tensor, None]:
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return F.linear(hidden, self.value), None
 
 
 class _VocabLogprob(torch.autograd.Function):

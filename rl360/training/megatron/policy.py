@@ -189,12 +189,24 @@ class Policy:
     ) -> StepSums:
         """One optimizer step on the gradient of (sum over all ranks' batches of the first sum) / divisor. A witness
         that disagrees raises before anything is changed."""
-        sums, grad_norm = self.accumulate(batches, loss_sums, divisor, temperature, witness)
-        finite = math.isfinite(grad_norm) and all(math.isfinite(v) for v in sums.values())
-        if finite:
-            if witness is not None:
-                witness.settle(sums)
+        found = self.gradients(batches, loss_sums, divisor, temperature, witness)
+        if found.applied:
             self.optimizer.step()
+        return found
+
+    def gradients(
+        self,
+        batches: Sequence[MicroBatch],
+        loss_sums: LossSums,
+        divisor: float,
+        temperature: float = 1.0,
+        witness: Witness | None = None,
+    ) -> StepSums:
+        """What `step` says, with the step itself still to be taken: `applied` is whether it may be."""
+        sums, grad_norm = self.accumulate(batches, loss_sums, divisor, temperature, witness)
+        finite = all(map(math.isfinite, (grad_norm, *sums.values())))
+        if finite and witness is not None:
+            witness.settle(sums)
         return StepSums(finite, grad_norm, sums)
 
     def accumulate(
@@ -277,6 +289,11 @@ class Policy:
                     state.update({m: torch.zeros_like(param) for m in MOMENTS})
                 return state
         raise KeyError("parameter without an optimizer")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps taken, by AdamW's own count."""
+        return int(self._state(next(self.core.parameters()))["step"])
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """Adam's moments under the same names, by moment. Collective, like `weights`."""
