@@ -93,12 +93,14 @@ def _books(books: Mapping[str, Any] | None) -> Iterator[str]:
         yield _line("books", "the filter has not decided yet")
         return
     yield _line("bucket", f"{books['bucket']} (by the {books['from']})")
+    weight = books["token_weight"]
+    advantage = _signed(books["advantage"])
+    if books["advantage"] is None and weight is not None:
+        advantage = "each token its own"
     yield _line(
         "advantage",
-        f"{_signed(books['advantage'])}: score {_figure(books['score'])}, baseline {_figure(books['baseline'])} "
-        f"({books['estimator']})",
+        f"{advantage}: score {_figure(books['score'])}, baseline {_figure(books['baseline'])} ({books['estimator']})",
     )
-    weight = books["token_weight"]
     yield _line(
         "loss weight",
         "0: nothing of it trains"

@@ -167,6 +167,12 @@ def test_the_page_holds_it_all() -> None:
     assert Bucket.TRAINED in text
 
 
+def test_where_each_token_has_its_own_advantage_it_is_said() -> None:
+    found = life("s000000-g000-a01")
+    found["tries"][0]["books"].update(advantage=None, baseline=None, estimator="gae")
+    assert "advantage     each token its own: score 0.000, baseline - (gae)" in page(found)
+
+
 def test_a_judges_receipt_is_shown() -> None:
     found = life("s000000-g001-a00")
     judge = {"model": "grader-1", "host": "judge:80", "score": 7.0, "script_reward": 1.0, "prompt_digest": "cd" * 32}

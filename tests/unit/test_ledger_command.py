@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -44,6 +45,15 @@ def test_checks_are_one_line_for_a_run_and_one_each_for_a_step() -> None:
     assert out.getvalue().strip() == "44 of 44 sums hold over 3 steps"
     print_checks(console, {1: check_run(LEDGERS)[1]}, in_full=True)
     assert out.getvalue().count("holds ") == 15
+
+
+def test_every_sum_has_its_row_in_the_page() -> None:
+    seen = replace(LEDGERS[1], train=replace(LEDGERS[1].train, witness={"samples": 0, "digest": "", "cannot_tell": 1}))
+    names = {check.name for checks in check_run([LEDGERS[0], seen]).values() for check in checks}
+    page = (Path(__file__).resolve().parents[2] / "docs" / "ledger.md").read_text()
+    table = page.split("## Sums that must hold")[1].split("\n\n")[2]
+    rows = [line.split("|")[1].partition("(")[0].strip() for line in table.splitlines()[2:]]
+    assert sorted(rows) == sorted(names)
 
 
 def test_a_ledger_that_is_not_what_its_step_committed_is_refused() -> None:
