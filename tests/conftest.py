@@ -24,7 +24,10 @@ CLI_DEADLINE_S = 600
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
-gc.disable()  # until all is collected: importing makes millions of objects and hardly a cycle, a third of the time
+
+def pytest_configure() -> None:
+    """Until all is collected: importing makes millions of objects and hardly a cycle, and looking takes a third."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:

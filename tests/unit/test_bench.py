@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl360.bench import http_rows, local_rows
+from rl360.bench import local_rows, trajectory
 from rl360.bench import sessions as suite
 from rl360.bench.rows import Options, Row, at_least, ratio_at_most, table
 from rl360.bench.shape import Shape
@@ -22,6 +21,16 @@ from rl360.errors import BadInput, Rl360Error
 TINY = Shape(turns=5, tokens=900, opening=200, sampled=200, layers=3, top_k=2, experts=128)
 OPTIONS = Options(quick=True, shape=TINY)
 FIELDS = ["row", "baseline", "ours", "ratio", "unit", "goal", "holds"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_corpus() -> Iterator[None]:
+    """A tokenizer trained on less text: how good it is at English is not what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trajectory, "_CORPUS_CHARS", 300_000)
+        yield
+    for cached in (trajectory.corpus, trajectory.tokenizer_json, local_rows.played, local_rows.merged):
+        cached.cache_clear()
 
 
 def test_a_trajectory_is_the_same_every_time_and_of_its_shape() -> None:
@@ -76,20 +85,6 @@ def test_rows_of_this_process() -> None:
         assert row.row in table([row]) and row.goal in table([row])
     assert rows["routing_bytes_mb"].holds and rows["merge_pipeline_ms"].holds
     assert rows["routing_bytes_mb_store"].ratio == pytest.approx(3 / 16, rel=0.01)
-
-
-def test_turns_through_a_real_server_process() -> None:
-    """Routing included: the engine answers 400 to a prompt of another length than planned, which would end this."""
-    with http_rows.rig(TINY) as rig:
-        costs = asyncio.run(http_rows._turn_costs(rig, 1))
-        health = asyncio.run(_health(rig))
-    assert costs.shape == (1, TINY.turns) and (costs > 0).all()
-    assert health["turns"] == 2 * TINY.turns and health["sessions"] == 0 and health["routing"] == [3, 2, 128]
-
-
-async def _health(rig: http_rows.Rig) -> Any:
-    async with rig.connect() as connection:
-        return await connection.call("GET", "/health")
 
 
 def _measured(*rows: Row) -> Any:

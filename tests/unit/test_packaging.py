@@ -148,3 +148,10 @@ def test_no_two_test_files_have_one_name() -> None:
     """pytest collects all of tests/ in one process and takes a file for a module of its bare name."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_each_folder_of_tests_holds_its_own_kind() -> None:
+    """`make test` runs the folders one by one: a mark elsewhere, or a test there without one, would run nowhere."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        marks = set(re.findall(r"pytest\.mark\.(contract|chaos)\b", path.read_text()))
+        assert bool(marks) == (path.parent.name in ("contract", "chaos")), path

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import orjson
 import pytest
 from fastapi import FastAPI
@@ -21,7 +15,7 @@ from rl360.cli import main
 from rl360.errors import BadInput
 from rl360.sessions.server import listen
 from tests.unit.sessions_data import BASH_SCHEMA, write_model_dir
-from tests.unit.sessions_server import BEARER, CREATE, TOKEN, Bench, serving, session_bench
+from tests.unit.sessions_server import CREATE, TOKEN, Bench, serving, session_bench
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "Create hello.txt"}], "tools": [BASH_SCHEMA]}
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,42 +145,6 @@ def test_it_listens_on_every_address_of_a_host() -> None:
     finally:
         for one in listeners:
             one.close()
-
-
-def test_the_process_serves_with_the_token_of_its_home_drains_and_ends_with_zero(tmp_path: Path) -> None:
-    write_token(tmp_path / ".rl360" / "token")
-    model = write_model_dir(tmp_path / "model")
-    port = _free_port()
-    argv = [sys.executable, "-m", "rl360.cli", "sessions", "serve", "--upstream", "http://127.0.0.1:9"]
-    argv += ["--model", str(model), "--port", str(port), "--drain-s", "30"]
-    env = {name: value for name, value in os.environ.items() if name not in ("RL360_HOME", "RL360_TOKEN_FILE")}
-    with httpx.Client(timeout=5, trust_env=False) as http, (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(argv, cwd=tmp_path, env=env, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    assert http.get(f"{url}/health").json()["status"] == "ok"
-                    break
-                except httpx.TransportError:
-                    assert process.poll() is None and time.monotonic() < deadline
-                    time.sleep(0.05)
-            session_id = http.post(f"{url}/sessions", json=CREATE, headers=BEARER).json()["session_id"]
-            process.send_signal(signal.SIGTERM)
-            while http.get(f"{url}/health").json()["status"] == "ok":
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            assert process.poll() is None
-            assert http.delete(f"{url}/sessions/{session_id}", headers=BEARER).status_code == 204
-            assert process.wait(timeout=30) == 0
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    first = (tmp_path / "log").read_text().splitlines()[0]
-    for said in (url, "rl360-chat", str(model), "http://127.0.0.1:9", "store none", "/docs"):
-        assert said in first
 
 
 def _free_port() -> int:

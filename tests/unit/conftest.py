@@ -1,0 +1,28 @@
+"""The order of the files: those that take longest come first, so that two workers end at about the same time."""
+
+from __future__ import annotations
+
+import pytest
+
+LONGEST = (
+    "test_weights_push",
+    "test_sessions_hostile",
+    "test_bench_objective",
+    "test_families_check",
+    "test_training_kl",
+    "test_training_backend",
+    "test_sessions_core",
+    "test_sessions_clients",
+    "test_sessions_engines",
+    "test_families_formats",
+    "test_bad_input",
+    "test_report_page",
+    "test_packaging",
+    "test_follow",
+    "test_house_limits",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
