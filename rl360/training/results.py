@@ -151,9 +151,12 @@ def parse_batch(data: bytes, key: str, digest: str, run: str, step: int) -> Batc
         if (row.attempt_id, row.leaf) in seen:
             raise CorruptObject(key, f"sample {_name(row)} appears twice; a sample is trained at most once")
         seen.add((row.attempt_id, row.leaf))
-    scores = {each.get("attempt_id"): each.get("score") for each in wire.get("decisions") or ()}
+    decisions = wire.get("decisions")
+    if not isinstance(decisions, list) or not all(isinstance(each, dict) for each in decisions):
+        raise CorruptObject(key, "has no list of decisions")
+    scores = {str(each.get("attempt_id")): each.get("score") for each in decisions}
     found = tuple(scores.get(row.attempt_id) for row in rows)
-    return Batch(rows, found if all(isinstance(score, float) for score in found) else ())
+    return Batch(rows, found if all(isinstance(score, float) and math.isfinite(score) for score in found) else ())
 
 
 def _row(wire: Any, index: int, key: str) -> TrainRow:

@@ -1,5 +1,6 @@
 """Run by torchrun in test_training_layouts: three steps of a replica under a layout, then the weights and moments to a
-file. Each data-parallel rank must have read the samples it trains and no others.
+file. Each data-parallel rank must have read the samples it trains and no others, and the witness must see a gradient in
+every position that trains, whichever ranks hold it.
 
 argv: model directory, output folder, name, tp, pp, ep, sequence parallel (0 or 1), checkpoint to start from or "-",
 routing: "own", "replay" of experts drawn at random, "recompute" (replay, and every layer's forward runs twice), number
@@ -40,7 +41,7 @@ def main() -> None:
     parallel.enter(layout)
     store = MemoryStore()
     trainer = {"lr": 1e-3, "max_tokens_per_micro_batch": MAX_TOKENS, "routing_replay": routing != "own"}
-    trainer |= {"kept_versions": 2} if kept else {}
+    trainer |= {"witness": True} | ({"kept_versions": 2} if kept else {})
     fields = {"run": "r1", "rollout": {"max_seq_len": MAX_TOKENS}, "trainer": trainer}
     reference = {"reference": str(Path(model).with_name("reference"))} if objective != "plain" else {}
     config = RunConfig.parse(fields | {"objective": OBJECTIVES[objective] | reference})
@@ -70,6 +71,10 @@ def main() -> None:
         result = cast(TrainResult, replica.execute(TrainStep(step, body["batch_key"], body["batch_digest"])))
         assert result.status is StepStatus.TRAINED
         assert result.trained_samples == int(count)
+        seen = result.witness
+        assert seen is not None and seen.samples == int(count)
+        # against kept actors the clip takes the gradient of some tokens to 0
+        assert seen.tokens <= result.trained_tokens and (kept or seen.tokens == result.trained_tokens)
         assert result.actors_used == ((step - 1,) if kept and step else ())
         means = {name: value or 0.0 for name, value in result.model_dump(include=MEANS).items()}
         sums = {name: value * result.trained_tokens for name, value in means.items()}

@@ -78,6 +78,8 @@ def test_no_samples_is_a_batch() -> None:
         (batch("r2", 3, []), "is the batch of r2/3"),
         (batch("r1", 4, []), "is the batch of r1/4"),
         (batch("r1", 3, [], samples=None), "has no list of samples"),
+        (batch("r1", 3, [], decisions=True), "has no list of decisions"),
+        (batch("r1", 3, [], decisions=["a"]), "has no list of decisions"),
         (batch("r1", 3, [A, B, A]), "a leaf 0 appears twice"),
         (batch("r1", 3, [A | {"advantage": float("nan")}]), "advantage nan is not a finite number"),
         (batch("r1", 3, [A | {"advantage": None}]), "advantage None is not of type float"),
