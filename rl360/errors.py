@@ -32,6 +32,10 @@ class ReplayMismatch(Rl360Error):
     """Replaying a committed step gave other weights than were recorded. Nothing may go on from here. Not retried."""
 
 
+class WitnessDisagrees(Rl360Error):
+    """Gradients reach other samples or positions than the filter booked as trained. The step changed nothing."""
+
+
 class StoreUnavailable(Rl360Error):
     """The object store did not answer in time, or refused the credentials. Safe to retry."""
 

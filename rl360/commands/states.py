@@ -126,6 +126,7 @@ def advice(run: str, name: str, newest: saved.CheckpointManifest | None) -> str:
         "BadInput": f"{fixed}; where the run's own config is wrong, it is frozen, but {fork} takes -s FIELD=VALUE",
         "CorruptObject": f"{as_is}: restore the object from a copy, then {resume}; or {before}",
         "LedgerBroken": f"{as_is}: what is stored of the step does not add up, and is evidence; {before}",
+        "WitnessDisagrees": f"{as_is}: gradients and books disagree, which is evidence of a fault in rl360; {before}",
         "ReplayMismatch": f"{as_is}: start the trainer with the processes, threads and machine type that the "
         f"step was recorded on, then {resume}; or {before}",
         "CleanupUnconfirmed": f"nothing committed is lost; do what it says, see `rl360 fleet status`, then {resume}",

@@ -1,7 +1,7 @@
 """Async client of the trainer service. Every request may be sent again: the trainer answers by what it already did.
 
 Connection errors and deadlines are `ServiceError` (retry safe); 400, 401, 404 and 422 say that the same request can
-never work and are `BadInput`, or the `CorruptObject` or `ReplayMismatch` that the answer names (none is retried); 409
+never work and are `BadInput`, or the kind that the answer names, as `ReplayMismatch` (none is retried); 409
 means that the trainer is elsewhere (another run, another version) and is `TrainerConflict`.
 """
 
@@ -13,11 +13,12 @@ import httpx
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from rl360.errors import BadInput, CorruptObject, ReplayMismatch, Rl360Error, ServiceError
+from rl360.errors import BadInput, CorruptObject, ReplayMismatch, Rl360Error, ServiceError, WitnessDisagrees
 from rl360.weights.messages import ChecksumReply, ChecksumRequest, PushPlan, TransferReport
 
 Reply = TypeVar("Reply", bound=BaseModel)
 _NEVER_WORKS = frozenset({400, 401, 404, 422})
+_NAMED: dict[str, type[Rl360Error]] = {each.__name__: each for each in (ReplayMismatch, WitnessDisagrees)}
 
 
 class TrainerConflict(ServiceError):
@@ -33,7 +34,7 @@ def _refusal(message: str, reply: httpx.Response) -> Rl360Error:
         return BadInput(message)
     if kind == CorruptObject.__name__ and error.startswith("object "):
         return CorruptObject(*error.removeprefix("object ").split(": ", 1))
-    return ReplayMismatch(error) if kind == ReplayMismatch.__name__ else BadInput(message)
+    return _NAMED[kind](error) if kind in _NAMED else BadInput(message)
 
 
 class TrainerClient:

@@ -32,12 +32,11 @@ from pydantic import BaseModel, ValidationError
 
 from rl360.config.run import explain
 from rl360.config.services import load_services, service_token
-from rl360.errors import BadInput, CorruptObject, ReplayMismatch, Rl360Error, StoreUnavailable
+from rl360.errors import BadInput, CorruptObject, ReplayMismatch, Rl360Error, StoreUnavailable, WitnessDisagrees
 from rl360.store.object_store import ObjectStore
 from rl360.training.director import Conflict, Director, ExportBody, StepBody, UnknownRun
 from rl360.training.megatron import parallel
 from rl360.training.megatron.model import Layout
-from rl360.training.megatron.witness import WitnessDisagrees
 from rl360.training.replica import Command, Replica
 from rl360.weights.messages import ChecksumRequest, PushPlan
 

@@ -123,7 +123,7 @@ def test_the_cause_is_one_line_with_its_step(message: str, found: tuple[int | No
     assert cause(flow_run("FAILED", "X", message)) == found
 
 
-PERMANENT = (BadInput, CorruptObject, LedgerBroken, errors.ReplayMismatch)
+PERMANENT = (BadInput, CorruptObject, LedgerBroken, errors.ReplayMismatch, errors.WitnessDisagrees)
 
 
 @pytest.mark.parametrize("kind", PERMANENT)
@@ -142,6 +142,18 @@ def test_what_a_resume_cannot_mend_is_not_told_to_resume(kind: type[Rl360Error])
     store.put(checkpoint_prefix("r1", 1) + "manifest.json", checkpoint.model_dump_json().encode())
     told = ended_text(store, cast(Any, Api()), "r1", 5, flow_run("FAILED", kind.__name__, "step 2: why it is"))
     assert "`rl360 run fork r1 NEW --from-step 1`" in told
+
+
+def test_every_kind_that_is_never_retried_has_its_own_advice() -> None:
+    """So that a new kind of error is not told to resume by default."""
+    from tasks.durable import SAFE_TO_REPEAT, ended_by
+
+    passes = advice("r1", "ServiceError", None)
+    kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Rl360Error)]
+    for kind in (*kinds, LedgerBroken):
+        if kind is not Rl360Error:
+            name = ended_by(CorruptObject("k", "why") if kind is CorruptObject else kind("why")).name
+            assert (advice("r1", str(name), None) == passes) == issubclass(kind, SAFE_TO_REPEAT), kind
 
 
 @pytest.mark.parametrize("name", ["ServiceError", "StoreUnavailable", "EngineChurn", "TrainerConflict", "Crashed"])

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from rl360.config.run import RunConfig
+from rl360.errors import WitnessDisagrees
 from rl360.ledger.checks import check_ledger, samples_digest
 from rl360.ledger.outcomes import Bucket
 from rl360.ledger.step import StepLedger, build_step_ledger
@@ -27,7 +28,7 @@ from rl360.store.codec import pack, sha256_hex
 from rl360.training.megatron import parallel, policy
 from rl360.training.megatron.model import Layout
 from rl360.training.megatron.modules import CausalAttention
-from rl360.training.megatron.witness import Witness, WitnessDisagrees
+from rl360.training.megatron.witness import Witness
 from rl360.training.packing import MicroBatch
 from rl360.training.replica import OpenRun, Replica, TrainStep
 from rl360.training.results import StepStatus, TrainResult

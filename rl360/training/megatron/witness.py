@@ -22,7 +22,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from rl360.errors import Rl360Error
+from rl360.errors import WitnessDisagrees
 from rl360.ledger.checks import samples_digest
 from rl360.training.results import Witnessed
 
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 OUTPUT, EMBEDDING = 0, 1
 _FILLER = -1  # rows of a rectangle that hold no sample
 _NAMED = 5
-
-
-class WitnessDisagrees(Rl360Error):
-    """Gradients reach other samples or positions than the filter booked as trained. The step changed nothing."""
 
 
 class Witness:
