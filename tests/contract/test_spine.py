@@ -246,7 +246,7 @@ def test_the_form_refuses_what_the_config_refuses(services: Services, cli: Cli) 
 def test_a_started_run_refuses_another_config(cli: Cli, store: ObjectStore, run: str) -> None:
     before = store.get(run_config_key(run))
     done = cli("run", "start", "--name", run, "--steps", str(STEPS), *SMALL, "-s", "trainer.lr=0.5")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "trainer.lr: 0.0003 -> 0.5" in done.stderr
     assert store.get(run_config_key(run)) == before
 
