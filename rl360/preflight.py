@@ -36,10 +36,13 @@ def check_start(store: ObjectStore, services: Services, config: RunConfig) -> Ru
     settled = settle_config(store, config, default_model=services.model_dir)
     if (done := next_step(store, config.run)) > config.steps:
         raise BadInput(f"run {config.run} has {done} steps and {config.steps} are asked for; give --steps")
-    judged = next((entry.path for entry in load_taskset(settled.taskset.path).entries.values() if entry.judged), None)
-    if judged is not None:
-        _refuse_judge(settled, services, f"{judged}: is judged by an LLM")
-    _refuse_model(settled, services.model_dir)
+    spec, here = settled.taskset.path, Path(services.model_dir).is_dir()  # else directories lie on the flows' hosts
+    if here or spec.startswith("builtin:") or Path(spec).is_dir():
+        judged = next((entry.path for entry in load_taskset(spec).entries.values() if entry.judged), None)
+        if judged is not None:
+            _refuse_judge(settled, services, f"{judged}: is judged by an LLM")
+    if here:
+        _refuse_model(settled, services.model_dir)
     if settled.parent is not None and not store.exists(run_config_key(config.run)):
         _refuse_parent(store, settled)
     _refuse_services(settled, services)
@@ -48,8 +51,6 @@ def check_start(store: ObjectStore, services: Services, config: RunConfig) -> Ru
 
 def _refuse_model(config: RunConfig, served: str) -> None:
     ours = Path(config.model.path)
-    if not Path(served).is_dir():  # models lie on other hosts
-        return
     if not (ours / "config.json").is_file():
         raise BadInput(f"model.path {ours} is no Hugging Face model directory: there is no config.json")
     if config.trainer.routing_replay and RoutingShape.from_model_dir(ours) is None:

@@ -88,6 +88,13 @@ def test_services_that_do_not_answer_are_not_judged(model: Path) -> None:
     assert store.objects == {}
 
 
+def test_directories_of_other_hosts_are_not_judged(model: Path) -> None:
+    """Where the engines' own model is not to be seen, this is not a host that flows run on."""
+    services = services_at(model).model_copy(update={"model_dir": "/of/another/host"})
+    check(MemoryStore(), services, taskset={"path": "/there/too"}, model={"path": "/there/as-well"})
+    refused(services, "'builtin:no' is unknown", taskset={"path": "builtin:no"})
+
+
 def test_a_task_set_that_is_missing_empty_or_broken(model: Path, tmp_path: Path) -> None:
     services = services_at(model)
     refused(services, "task set '/no/such' is not a directory", taskset={"path": "/no/such"})
@@ -169,8 +176,8 @@ def test_a_name_that_is_taken_and_fewer_steps_than_there_are(model: Path) -> Non
 
 
 def test_no_flow_run_is_made_for_what_is_refused(tmp_path: Path) -> None:
-    with prefect((200, [])) as (url, asked), pytest.raises(BadInput, match="task set '/no/such' is not a directory"):
-        launch(services_of_prefect(tmp_path, url), RunConfig.parse({"taskset": {"path": "/no/such"}}), follow=False)
+    with prefect((200, [])) as (url, asked), pytest.raises(BadInput, match="task set 'builtin:no' is unknown"):
+        launch(services_of_prefect(tmp_path, url), RunConfig.parse({"taskset": {"path": "builtin:no"}}), follow=False)
     assert [path for path, _ in asked] == ["/flow_runs/filter"]
 
 
