@@ -78,7 +78,8 @@ class Upstream:
         ids = prepared.input_ids
         if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             # an id outside the vocabulary ends the engine process: it must not leave this one
-            raise _bad(f"not sent: {len(ids)} ids, all must lie in [0, {self._vocab_size})")
+            told = f"not sent: {len(ids)} ids, all must lie in [0, {self._vocab_size})"
+            raise SessionRefusal(Refusal.BAD_UPSTREAM, told, 0)
         prompt = orjson.dumps(np.ascontiguousarray(ids), option=orjson.OPT_SERIALIZE_NUMPY)
         body = request_body(prompt, prepared, self._stop_ids)
         headers = {ROUTING_HEADER: session_id, "Content-Type": "application/json"}

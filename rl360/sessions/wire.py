@@ -39,6 +39,7 @@ _DEFAULTS = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "
 BEAT = b": keep-alive\n\n"
 Raws = tuple[bytes, ...]
 MAX_FIELDS = 256
+_CUT_BYTES = 32 << 10  # a shorter body is read as quickly as it is cut
 _LEAD_BYTES = 256 << 10  # in which the list of messages begins, or the body is read as a whole
 _OPENING, _COMMA = re.compile(rb'"messages"\s*:\s*\[\s*'), re.compile(rb"\s*,\s*")
 _CUT = secrets.token_hex(16)  # names the list of messages in a body that `cut` shortened: no body can have it
@@ -73,7 +74,7 @@ def cut(data: bytes, held: Raws) -> tuple[Raws, bytes]:
 
     Compares bytes instead of parsing them: a history is sent again every turn.
     """
-    opening = _OPENING.search(data, 0, _LEAD_BYTES) if held else None
+    opening = _OPENING.search(data, 0, _LEAD_BYTES) if held and len(data) > _CUT_BYTES else None
     if opening is None:
         return (), data
     start = end = opening.end()
