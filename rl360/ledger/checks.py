@@ -158,18 +158,12 @@ def _witness_check(ledger: StepLedger) -> Iterator[Check]:
     seen = ledger.train.witness
     if seen is None:
         return
-    booked = [
-        (row.attempt_id, leaf)
-        for row in ledger.attempts
-        for leaf, bucket in enumerate(row.leaves)
-        if bucket is Bucket.TRAINED and row.advantage != 0
-    ]
-    same = samples_digest(booked) == seen["digest"]
-    detail = f"{seen['cannot_tell']} it cannot tell of" if seen["cannot_tell"] else "" if same else "other samples"
-    count = seen["samples"]
-    yield Check(
-        "samples with a gradient", "booked", len(booked), "seen", count, same or seen["cannot_tell"] > 0, detail
-    )
+    pulls = [row for row in ledger.attempts if row.advantage != 0]
+    booked = [(row.attempt_id, at) for row in pulls for at, each in enumerate(row.leaves) if each is Bucket.TRAINED]
+    same, unclear = samples_digest(booked) == seen["digest"], seen["cannot_tell"]
+    detail = f"{unclear} it cannot tell of" if unclear else "" if same else "other samples"
+    holds = same or unclear > 0
+    yield Check("samples with a gradient", "booked", len(booked), "seen", seen["samples"], holds, detail)
 
 
 def _oddly_scored(row: AttemptRow) -> bool:

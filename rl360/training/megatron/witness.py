@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,10 +23,8 @@ from megatron.core.models.gpt import GPTModel
 
 from rl360.errors import WitnessDisagrees
 from rl360.ledger.checks import samples_digest
+from rl360.objective.filters import TrainRow
 from rl360.training.results import Witnessed
-
-if TYPE_CHECKING:
-    from rl360.objective.filters import TrainRow
 
 OUTPUT, EMBEDDING = 0, 1
 _FILLER = -1  # rows of a rectangle that hold no sample
@@ -81,12 +78,8 @@ class Witness:
             more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             raise WitnessDisagrees(f"gradients are not where the filter booked them: {'; '.join(wrong[:_NAMED])}{more}")
         seen = [(row.attempt_id, row.leaf) for index, row in enumerate(self.rows) if lit[index]]
-        self.report = Witnessed(
-            samples=len(seen),
-            tokens=int(lit[:_FILLER].sum()),
-            digest=samples_digest(seen),
-            cannot_tell=len(short) + unclear,
-        )
+        tokens, digest = int(lit[:_FILLER].sum()), samples_digest(seen)
+        self.report = Witnessed(samples=len(seen), tokens=tokens, digest=digest, cannot_tell=len(short) + unclear)
 
     def _gathered(self) -> tuple[np.ndarray, np.ndarray]:
         """By row, the padding's last: lit positions at the output, and one past the last lit column at each place."""
@@ -106,17 +99,13 @@ class Witness:
 def watching(model: GPTModel, witness: Witness | None) -> Iterator[Callable[[tuple[int, ...]], None]]:
     """Within, call the given function with each micro-batch's indices right before its forward. Afterwards, and without
     a witness, nothing is left in the model."""
-    now: tuple[int, ...] = ()
+    now: list[tuple[int, ...]] = [()]
     rank, split = parallel_state.get_tensor_model_parallel_rank(), model.config.sequence_parallel
-
-    def use(indices: tuple[int, ...]) -> None:
-        nonlocal now
-        now = indices
 
     def watch(place: int, hidden: torch.Tensor) -> None:
         # under tensor parallelism all ranks hold the same, but for a split sequence, of which each has one stretch
         if witness is not None and hidden.requires_grad and (split or rank == 0):
-            hidden.register_hook(partial(witness.note, place, now, rank * hidden.shape[0] if split else 0))
+            hidden.register_hook(partial(witness.note, place, now[0], rank * hidden.shape[0] if split else 0))
 
     hooks = []
     if witness is not None and model.pre_process:
@@ -124,7 +113,7 @@ def watching(model: GPTModel, witness: Witness | None) -> Iterator[Callable[[tup
     if witness is not None and model.post_process:
         hooks.append(model.output_layer.register_forward_pre_hook(lambda _module, args: watch(OUTPUT, args[0])))
     try:
-        yield use
+        yield partial(now.__setitem__, 0)
     finally:
         for hook in hooks:
             hook.remove()
