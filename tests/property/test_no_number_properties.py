@@ -127,7 +127,7 @@ def meant(as_json: bytes | None, as_text: bytes | None) -> float | None:
         return None
 
 
-@MANY
+@settings(deadline=None, max_examples=1000)
 @given(LEFT, LEFT)
 def test_a_reward_file_gives_the_number_it_states_or_none(folder: Path, as_json: Any, as_text: Any) -> None:
     left(folder, "reward.json", as_json)

@@ -25,7 +25,7 @@ by_token = configs.filter(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=300)
 @given(batches, by_token, st.lists(st.integers(0, 60), max_size=4))
 def test_a_sequence_may_be_cut_anywhere(choose: Choices, config: ObjectiveConfig, cuts: list[int]) -> None:
     kept = decided(records_of(choose, VERDICTS), config, False, CONSTANT).kept
