@@ -26,6 +26,7 @@ from rl360.bench.rows import Options, Row, at_most, chosen_rows
 from rl360.config.run import ObjectiveConfig, RunConfig
 from rl360.errors import Rl360Error
 from rl360.objective.advantages import attempt_advantages, group_index, scope_advantages
+from rl360.training.logprobs import sequence_logprobs
 from rl360.training.packing import MicroBatch, TrainSequence, build, plan
 
 GROUPS, SIZE = 512, 8
@@ -238,7 +239,7 @@ def _train(
         with parallel.single_process():
             optim = Optim(RunConfig().trainer.lr)
             policy, bare = Policy(model, Layout(), optim), BareTrainer(model, optim)
-            data = _with_rollout(data, policy.logprobs(data, budget), rng)
+            data = _with_rollout(data, sequence_logprobs(policy, data, budget), rng)
             for step in range(steps + 1):
                 before = time.process_time()
                 found = policy.step(policy.micro_batches(data, budget), policy_sums(config), trained)

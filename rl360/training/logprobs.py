@@ -6,10 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
+    from rl360.training.megatron.policy import Policy
+    from rl360.training.packing import TrainSequence
 
 MAX_TOKENS = 4096
+
+
+def sequence_logprobs(policy: Policy, samples: Sequence[TrainSequence], max_tokens: int) -> list[np.ndarray]:
+    """Log-prob of every token but the first, float32 [T - 1] per sample. Data parallel 1, last pipeline stage."""
+    batches = policy.micro_batches(samples, max_tokens)
+    out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
+    for batch, values in zip(batches, policy.batch_logprobs(batches), strict=True):
+        for row, index in enumerate(batch.indices):
+            assert values is not None
+            out[index] = values[row, : len(samples[index].tokens) - 1]
+    return out
 
 
 def megatron_logprobs(hf_dir: str | Path, seqs: Sequence[np.ndarray], max_tokens: int = MAX_TOKENS) -> list[np.ndarray]:
@@ -17,8 +31,6 @@ def megatron_logprobs(hf_dir: str | Path, seqs: Sequence[np.ndarray], max_tokens
 
     Runs in this process, alone (no port, no other process); refuses when the process is part of a group already.
     """
-    import numpy as np
-
     from rl360.training.megatron import parallel
     from rl360.training.megatron.model import Layout
     from rl360.training.megatron.policy import Policy
@@ -32,4 +44,4 @@ def megatron_logprobs(hf_dir: str | Path, seqs: Sequence[np.ndarray], max_tokens
         return []
     with parallel.single_process():
         policy = Policy(Path(hf_dir), Layout())
-        return policy.logprobs(samples, max(max_tokens, max(len(s.tokens) for s in samples)))
+        return sequence_logprobs(policy, samples, max(max_tokens, max(len(s.tokens) for s in samples)))

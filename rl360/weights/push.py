@@ -405,37 +405,34 @@ class _Push:
 
     def record(self, receivers: Receivers, held: ChecksumReply, delivery: _Delivery) -> PushRecord:
         serving = receivers.in_state(EngineState.SERVING)
-        return PushRecord(
-            run=self.run,
-            step=self.step,
-            version=self.version,
-            epoch=receivers.intent.epoch,
-            status=PushStatus.CONFIRMED,
-            path=self.config.transport,
-            engines=tuple(slot.outcome() for slot in receivers.slots),
-            absent=tuple(self.absent),
+        return self._record(
+            receivers,
+            PushStatus.CONFIRMED,
             calls_per_engine=max(slot.calls for slot in serving),
             bytes=delivery.report.sent_bytes,
             paused_s=max(slot.outcome().paused_s for slot in serving),
             rounds=delivery.rounds,
             flushed=self.config.pause_mode != "in_place",
             group_reused=delivery.report.group_reused,
-            phases_s=dict(self.phases_s),
             checksum=checksum_digest(held.checksums),
         )
 
     def failed(self, receivers: Receivers) -> PushRecord:
+        reason = "; ".join(receivers.notes) or "failed; its receivers were released or are proven gone"
+        return self._record(receivers, PushStatus.FAILED, reason=reason)
+
+    def _record(self, receivers: Receivers, status: PushStatus, **more: Any) -> PushRecord:
         return PushRecord(
             run=self.run,
             step=self.step,
             version=self.version,
             epoch=receivers.intent.epoch,
-            status=PushStatus.FAILED,
+            status=status,
             path=self.config.transport,
             engines=tuple(slot.outcome() for slot in receivers.slots),
             absent=tuple(self.absent),
             phases_s=dict(self.phases_s),
-            reason="; ".join(receivers.notes) or "failed; its receivers were released or are proven gone",
+            **more,
         )
 
     def superseded(self, old: fence.Intent, epoch: int) -> PushRecord:

@@ -120,6 +120,7 @@ def test_each_row_is_there_once_and_where_it_belongs(moe: Rig) -> None:
 
 def test_the_trainer_replays_what_the_engine_routed(moe: Rig) -> None:
     """The engine's log-probs come back under its own experts, and not when these are a row or a layer off."""
+    from rl360.training.logprobs import sequence_logprobs
     from rl360.training.megatron import hf_map, parallel
     from rl360.training.megatron.hf_dir import read_tensors
     from rl360.training.megatron.model import Layout
@@ -133,7 +134,7 @@ def test_the_trainer_replays_what_the_engine_routed(moe: Rig) -> None:
         for sample in samples:
             assert sample.routing is not None
             sequence = TrainSequence(sample.tokens, sample.loss_mask, routing=routing(sample.routing))
-            moved = policy.logprobs([sequence], 4096)[0] - sample.logprobs[1:]
+            moved = sequence_logprobs(policy, [sequence], 4096)[0] - sample.logprobs[1:]
             found.append(np.abs(moved[sample.loss_mask[1:] == 1]))
         return float(np.concatenate(found).mean())
 

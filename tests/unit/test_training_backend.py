@@ -16,6 +16,7 @@ from rl360.config.run import ObjectiveConfig
 from rl360.errors import BadInput
 from rl360.objective.losses import policy_loss
 from rl360.objective.presets import PRESETS
+from rl360.training.logprobs import sequence_logprobs
 from rl360.training.megatron import cpu_hook, hf_map, parallel
 from rl360.training.megatron.hf_dir import read_tensors, write_dir
 from rl360.training.megatron.hf_map import digest_of
@@ -53,9 +54,9 @@ def test_import_then_export_is_the_identity(policy: Policy, model: Path) -> None
 
 def test_a_row_does_not_depend_on_its_neighbours(policy: Policy) -> None:
     samples = sequences(1)
-    packed = policy.logprobs(samples, 4096)
+    packed = sequence_logprobs(policy, samples, 4096)
     for one, found in zip(samples, packed, strict=True):
-        alone = policy.logprobs([one], 4096)[0]
+        alone = sequence_logprobs(policy, [one], 4096)[0]
         assert found.shape == (len(one.tokens) - 1,)
         np.testing.assert_allclose(found, alone, atol=2e-6)
 
@@ -111,7 +112,7 @@ def test_padding_micro_batches_leave_no_trace(policy: Policy, tmp_path: Path, ex
 def near(policy: Policy, step: int) -> list[TrainSequence]:
     """Samples of an engine that was the policy, nearly, so that bounds and masks have something to do, and weights."""
     noise, samples = np.random.default_rng(5), []
-    for one, found in zip(sequences(step), policy.logprobs(sequences(step), 4096), strict=True):
+    for one, found in zip(sequences(step), sequence_logprobs(policy, sequences(step), 4096), strict=True):
         moved = np.concatenate([[0.0], found + noise.normal(0, 0.3, len(found))])
         logprobs = np.where(one.loss_mask, moved, 0).astype(np.float32)
         samples.append(replace(one, logprobs=logprobs, weight=float(noise.uniform(0.5, 2))))
@@ -133,7 +134,7 @@ def test_every_preset_trains_what_it_says(policy: Policy, preset: str) -> None:
     )
     assert whole["weight"] == pytest.approx(sum(n * s.weight for n, s in zip(tokens, samples, strict=True)), rel=1e-6)
     alone = []
-    for one, found in zip(samples, policy.logprobs(samples, 4096), strict=True):
+    for one, found in zip(samples, sequence_logprobs(policy, samples, 4096), strict=True):
         held = [torch.from_numpy(each).double() for each in (found, one.logprobs[1:])]
         rest = torch.full_like(held[0], one.advantage), torch.from_numpy(one.loss_mask[1:])
         alone.append(policy_loss(*held, *rest, config, weights=torch.full_like(held[0], one.weight)))

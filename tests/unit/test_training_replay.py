@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject, ReplayMismatch
+from rl360.training.logprobs import sequence_logprobs
 from rl360.training.megatron import hf_map, parallel
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import digest_of
@@ -133,7 +134,7 @@ def assert_close(found: Tensors, expected: Tensors, atol: float) -> None:
 def test_other_experts_give_what_a_mixture_written_by_hand_gives(policy: Policy, tensors: Tensors) -> None:
     samples = [sequence(seed, length) for seed, length in enumerate((9, 14, 20))]
     loss = torch.zeros(())
-    for sample, found in zip(samples, policy.logprobs(samples, 4096), strict=True):
+    for sample, found in zip(samples, sequence_logprobs(policy, samples, 4096), strict=True):
         expected, used = reference(tensors, sample.tokens, sample.routing)
         own, chosen = reference(tensors, sample.tokens, None)
         np.testing.assert_array_equal(used, sample.routing)
@@ -153,7 +154,9 @@ def test_other_experts_give_what_a_mixture_written_by_hand_gives(policy: Policy,
 def test_replay_of_the_models_own_choice_changes_no_bit(policy: Policy, tensors: Tensors) -> None:
     bare = [replace(sequence(seed, 16), routing=None) for seed in range(3)]  # of one length: nothing to fill
     own = [replace(s, routing=reference(tensors, s.tokens, None)[1]) for s in bare]
-    for plain, replayed in zip(policy.logprobs(bare, 4096), policy.logprobs(own, 4096), strict=True):
+    for plain, replayed in zip(
+        sequence_logprobs(policy, bare, 4096), sequence_logprobs(policy, own, 4096), strict=True
+    ):
         np.testing.assert_array_equal(plain, replayed)
     assert gradients(policy, bare)[0] == gradients(policy, own)[0]
     assert_close(gradients(policy, own)[1], gradients(policy, bare)[1], 0)
@@ -172,7 +175,7 @@ def test_router_gradient_by_finite_differences(policy: Policy) -> None:
         for sign in (1, -1):
             moved = {n: w + sign * eps * gates[n] if n in gates else w for n, w in weights.items()}
             hf_map.load_hf(policy.core, moved, policy.shape, policy.layout)
-            slopes.append(sign * -sum(v.astype(np.float64).sum() for v in policy.logprobs(samples, 4096)))
+            slopes.append(sign * -sum(v.astype(np.float64).sum() for v in sequence_logprobs(policy, samples, 4096)))
     finally:
         hf_map.load_hf(policy.core, weights, policy.shape, policy.layout)
     expected = sum(float((grads[n] * d).sum()) for n, d in gates.items())
@@ -229,8 +232,8 @@ def test_nothing_of_a_replay_is_left_in_the_model(policy: Policy) -> None:
     assert [rows.dtype for rows in seen] == [torch.uint8] * LAYERS
     assert [router.router_replay for router in routers] == [None] * LAYERS
     assert RouterReplay.global_router_replay_instances == []
-    plain = policy.logprobs([replace(samples[0], routing=None)], 64)[0]
-    assert np.abs(plain - policy.logprobs(samples, 64)[0]).max() > 1e-2
+    plain = sequence_logprobs(policy, [replace(samples[0], routing=None)], 64)[0]
+    assert np.abs(plain - sequence_logprobs(policy, samples, 64)[0]).max() > 1e-2
 
 
 def opened(model: Path, store: Any, committed: tuple[TrainResult, ...] = (), **trainer: Any) -> Replica:

@@ -179,17 +179,9 @@ class Policy:
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        batches: Sequence[MicroBatch],
-        loss_sums: LossSums,
-        divisor: float,
-        temperature: float = 1.0,
-        witness: Witness | None = None,
-    ) -> StepSums:
-        """One optimizer step on the gradient of (sum over all ranks' batches of the first sum) / divisor. A witness
-        that disagrees raises before anything is changed."""
-        found = self.gradients(batches, loss_sums, divisor, temperature, witness)
+    def step(self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float) -> StepSums:
+        """One optimizer step on the gradient of (sum over all ranks' batches of the first sum) / divisor."""
+        found = self.gradients(batches, loss_sums, divisor)
         if found.applied:
             self.optimizer.step()
         return found
@@ -202,7 +194,8 @@ class Policy:
         temperature: float = 1.0,
         witness: Witness | None = None,
     ) -> StepSums:
-        """What `step` says, with the step itself still to be taken: `applied` is whether it may be."""
+        """What `step` says, with the step itself still to be taken: `applied` is whether it may be. A witness that
+        disagrees raises."""
         sums, grad_norm = self.accumulate(batches, loss_sums, divisor, temperature, witness)
         finite = all(map(math.isfinite, (grad_norm, *sums.values())))
         if finite and witness is not None:
@@ -261,17 +254,6 @@ class Policy:
         if tensors is not None:
             hf_map.load_hf(self.core, tensors, self.shape, self.layout, lambda param: held[id(param)])
         return list(held.values())
-
-    @torch.no_grad()
-    def logprobs(self, samples: Sequence[TrainSequence], max_tokens: int) -> list[np.ndarray]:
-        """Log-prob of every token but the first, float32 [T - 1] per sample. Data parallel 1, last pipeline stage."""
-        batches = self.micro_batches(samples, max_tokens)
-        out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
-        for batch, values in zip(batches, self.batch_logprobs(batches), strict=True):
-            for row, index in enumerate(batch.indices):
-                assert values is not None
-                out[index] = values[row, : len(samples[index].tokens) - 1]
-        return out
 
     # -- state --------------------------------------------------------------------------------------------------
 
