@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from botocore.retries.standard import ExponentialBackoff
 from fake_engines import TENSORS, FakeEngine, FakeGateway, FakeTrainer
 from fastapi import FastAPI
 from safetensors.numpy import save_file
@@ -154,8 +155,9 @@ def test_one_wrong_engine_address_among_good_ones(tmp_path: Path) -> None:
 # -- 4: the object store is down -------------------------------------------------------------------------------------
 
 
-def test_store_down() -> None:
+def test_store_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not "there is no such object": a task that took it for that would start its work again."""
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.01)  # between the client's own tries
     endpoint = f"http://127.0.0.1:{free_port()}"
     store = ObjectStore(endpoint, "rl360", "a", "b", timeout_s=1.0)
     uses: list[Callable[[], Any]] = [

@@ -10,7 +10,6 @@ from typing import Any
 
 import orjson
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from rl360.errors import BadInput
 from rl360.sessions.families.base import ParsedTurn
@@ -18,7 +17,9 @@ from rl360.sessions.families.check import TOOLS, shapes
 from rl360.sessions.families.registry import FAMILIES
 from rl360.sessions.messages import Message, ToolCall, parse_tools
 from tests.unit.families_data import family_template, stock_tokenizer, token_ids
+from tests.unit.late import Late
 
+transformers = Late("transformers")
 BASH = parse_tools([{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}])
 BASH_TEXT = '{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}'
 LS = ToolCall.make("c", "bash", {"command": "ls"})
@@ -258,7 +259,7 @@ def test_glm4_arguments_follow_the_schema() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_renders_the_same_ids(family: str) -> None:
     template = family_template(family)
-    stock = PreTrainedTokenizerFast(tokenizer_object=stock_tokenizer(family))
+    stock = transformers.PreTrainedTokenizerFast(tokenizer_object=stock_tokenizer(family))
     compared = 0
     for shape in shapes("plain", template.thinking_modes):
         # there transformers joins the header's line break with the reply's white space

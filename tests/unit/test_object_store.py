@@ -15,11 +15,14 @@ def put_once(status: int, code: str) -> bool:
     """A conditional put that a server answers with this error."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # "100 Continue" when asked for it, as S3 says: the client would wait a second
+
         def do_PUT(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
             body = f"<Error><Code>{code}</Code></Error>".encode()
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
+            self.send_header("connection", "close")
             self.end_headers()
             self.wfile.write(body)
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import orjson
 import pytest
 
@@ -21,9 +19,11 @@ from rl360.sessions.anthropic import message_body, message_sse, read_messages
 from rl360.sessions.bodies import AnthropicError, ChatReply, CountReply, MessagesReply
 from rl360.sessions.merge import merge, snapshot
 from rl360.sessions.messages import Message
+from tests.unit.late import Late
 from tests.unit.sessions_data import BASH_SCHEMA, call_turn, state_of
 from tests.unit.sessions_server import Bench, engine_reply, session_bench
 
+anthropic, openai = Late("anthropic"), Late("openai")
 MESSAGES: list[Any] = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
 ASKED: list[Any] = [{"role": "user", "content": "Create hello.txt"}]
 TOOL: Any = {
