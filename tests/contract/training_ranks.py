@@ -30,6 +30,7 @@ MEANS = {"loss", "loss_weight_sum", "clip_fraction", "tis_mean", "mean_abs_dlogp
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "plain": {},
     "kl": {"kl_coef": 0.3, "old_policy": "kept"},  # and samples of earlier versions
+    "critic": {"preset": "ppo", "value_clip": 0.02},
     "reward": {"kl_coef": 0.3, "estimator": "reinforce_pp", "kl_in": "reward", "kl_estimator": "k1"},
 }
 
@@ -41,9 +42,9 @@ def main() -> None:
     parallel.enter(layout)
     store = MemoryStore()
     trainer = {"lr": 1e-3, "max_tokens_per_micro_batch": MAX_TOKENS, "routing_replay": routing != "own"}
-    trainer |= {"witness": True} | ({"kept_versions": 2} if kept else {})
+    trainer |= {"witness": objective != "critic"} | ({"kept_versions": 2} if kept else {})
     fields = {"run": "r1", "rollout": {"max_seq_len": MAX_TOKENS}, "trainer": trainer}
-    reference = {"reference": str(Path(model).with_name("reference"))} if objective != "plain" else {}
+    reference = {"reference": str(Path(model).with_name("reference"))} if "kl_coef" in OBJECTIVES[objective] else {}
     config = RunConfig.parse(fields | {"objective": OBJECTIVES[objective] | reference})
     replica = Replica(cast(Any, store), layout, name)
     replica.execute(OpenRun("r1", config.to_json(), model, None, ()))
@@ -72,17 +73,21 @@ def main() -> None:
         assert result.status is StepStatus.TRAINED
         assert result.trained_samples == int(count)
         seen = result.witness
-        assert seen is not None and seen.samples == int(count)
+        assert (seen is None) == (objective == "critic") and (seen is None or seen.samples == int(count))
         # against kept actors the clip takes the gradient of some tokens to 0
-        assert seen.tokens <= result.trained_tokens and (kept or seen.tokens == result.trained_tokens)
+        lit = result.trained_tokens if seen is None else seen.tokens
+        assert lit <= result.trained_tokens and (kept or lit == result.trained_tokens)
         assert result.actors_used == ((step - 1,) if kept and step else ())
         means = {name: value or 0.0 for name, value in result.model_dump(include=MEANS).items()}
         sums = {name: value * result.trained_tokens for name, value in means.items()}
         told.append({"mean_loss": result.loss, "grad_norm": result.grad_norm, **sums})
+        if objective == "critic":
+            assert result.value_clip_fraction, "several updates of the critic: its clip has something to hold"
+            told[-1] |= {name: getattr(result, name) for name in ("value_loss", "explained_variance")}
         _refuse_wrong_share([key for key in store.read if "/merged/" in key], int(count))
     tensors = {f"weights/{key}": value for key, value in policy.weights().items()}
-    for moment, values in policy.moments().items():
-        tensors |= {f"{moment}/{key}": value for key, value in values.items()}
+    for kind, values in (policy.moments() | ({} if replica.critic is None else replica.critic.sets())).items():
+        tensors |= {f"{kind}/{key}": value for key, value in values.items()}
     if torch.distributed.get_rank() == 0:
         save_file(tensors, Path(out) / f"{name}.safetensors")
         (Path(out) / f"{name}.json").write_text(json.dumps(told))
