@@ -110,7 +110,8 @@ class Replica:
     # -- open ---------------------------------------------------------------------------------------------------
 
     def _open(self, command: OpenRun) -> Position:
-        self.policy = self.at = None  # a failed open leaves nothing half restored
+        # a failed open leaves nothing half restored, and no model of the run before stays beside those of this one
+        self.policy = self.critic = self.actors = self.at = None
         config = RunConfig.parse(command.config_json, f"config of run {command.run}")
         trainer = config.trainer
         optim = Optim(trainer.lr, trainer.beta1, trainer.beta2, trainer.eps, trainer.weight_decay, trainer.grad_clip)

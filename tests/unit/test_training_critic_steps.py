@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from rl360.training.director import Conflict, Director, StepBody
 from rl360.training.megatron import parallel
 from rl360.training.megatron.hf_map import VALUE_HEAD, digest_of
 from rl360.training.megatron.model import Layout
+from rl360.training.megatron.policy import Policy
 from rl360.training.replica import ReplayMismatch, Replica
 from rl360.training.results import StepStatus, TrainResult
 from tests.unit.memory_store import MemoryStore
@@ -86,6 +88,30 @@ def test_two_steps_then_memory_lost_at_every_point(model: Path) -> None:
         again = new_trainer(store)
         assert again.open_run("r1")["next_step"] == 3
         assert both(again) == (third.weights_digest, third.critic_digest)
+
+
+def test_the_models_of_the_run_before_are_gone_before_those_of_the_next_are_built(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the next has no critic: a host that holds one run has no room for two."""
+    store = MemoryStore()
+    start(store, model, run="r1", kl_coef=0.1)
+    plain = RunConfig.parse({"run": "g1", "model": {"path": str(model)}})
+    store.put(run_config_key("g1"), plain.to_json())
+    trainer = new_trainer(store)
+    trainer.open_run("r1")
+    replica = trainer.replica
+    before = [weakref.ref(each) for each in (replica.policy, replica.critic, replica.actors)]
+    assert all(each() is not None for each in before)
+    build, left = Policy._build, []
+
+    def watched(self: Policy) -> Any:
+        left.append([each() for each in before])
+        return build(self)
+
+    monkeypatch.setattr(Policy, "_build", watched)
+    trainer.open_run("g1")
+    assert left == [[None] * 3]
 
 
 def test_a_replay_or_a_record_of_another_critic_is_told(model: Path) -> None:
