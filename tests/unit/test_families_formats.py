@@ -12,10 +12,12 @@ import orjson
 import pytest
 
 from rl360.errors import BadInput
+from rl360.sessions.families import base
 from rl360.sessions.families.base import ParsedTurn
 from rl360.sessions.families.check import TOOLS, shapes
 from rl360.sessions.families.registry import FAMILIES
 from rl360.sessions.messages import Message, ToolCall, parse_tools
+from rl360.sessions.refusals import Refusal, SessionRefusal
 from tests.unit.families_data import family_template, stock_tokenizer, token_ids
 from tests.unit.late import Late
 
@@ -225,13 +227,17 @@ def test_few_long_texts_are_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     running: list[int] = []
     most = []
 
+    class Encoded(SimpleNamespace):
+        def __len__(self) -> int:
+            return len(self.ids)
+
     class Slow:
         def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
             running.append(1)
             most.append(len(running))
             time.sleep(0.02)
             running.pop()
-            return [SimpleNamespace(ids=[len(texts[0])])]
+            return [Encoded(ids=[len(texts[0])])]
 
     monkeypatch.setattr(template, "_tokenizer", Slow())
     with ThreadPoolExecutor(8) as pool:
@@ -240,6 +246,30 @@ def test_few_long_texts_are_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         most.clear()
         list(pool.map(template.encode, ["x"] * 8))
     assert max(most) > 2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "rl360-chat"])
+def test_a_text_is_searched_in_steps_as_in_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = family_template(family)
+    names = sorted(template._ids_of)
+    texts = ["", "<" * 40, "".join(names), "a".join(names) + "<|", f"<|{names[0]}|>" * 3, names[-1][:-1] + names[0]]
+    prompts = [(Message("system", "x" + text), Message("user", text)) for text in texts]
+    each = list(zip(texts, prompts, strict=True))
+    whole = [(template._guard(text), template.render_prompt(prompt, ())) for text, prompt in each]
+    for step in (1, 2, 7, 13):
+        monkeypatch.setattr(base, "_STEP", step)
+        for (text, prompt), (guarded, ids) in zip(each, whole, strict=True):
+            assert template._guard(text) == guarded
+            assert template.render_prompt(prompt, ()).tolist() == ids.tolist()
+
+
+def test_a_text_of_more_tokens_than_any_prompt_has_is_no_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = family_template("qwen3")
+    monkeypatch.setattr(base, "_MOST_IDS", 100)
+    text = "x y " * 100
+    with pytest.raises(SessionRefusal, match=r"a text of [0-9]+ tokens, at most 100") as caught:
+        template.render_prompt((Message("user", text),), ())
+    assert caught.value.code is Refusal.LENGTH
 
 
 def test_glm4_arguments_follow_the_schema() -> None:

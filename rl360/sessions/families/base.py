@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
@@ -40,7 +40,7 @@ _SHORT = 24  # characters
 # few threads
 _LONG = 256 << 10
 _MOST_IDS = 1 << 20  # of one long text; a list of more stops every thread for too long while it is made
-_STEP = 1 << 16  # ids that become an array in one go: other threads run in between
+_STEP = 1 << 16  # ids that become an array, characters that are searched, in one go: other threads run in between
 _long_encoder = ThreadPoolExecutor(2, "encode")
 _ASKED = (Message("user", ""),)
 _SPOKEN = (*_ASKED, Message("assistant", ""))
@@ -165,6 +165,7 @@ class ChatTemplate:
         pattern = "|".join(re.escape(name) for name in sorted(self._ids_of, key=len, reverse=True))
         self._tokens = re.compile(f"({pattern})")
         self._token_starts = re.compile(f"(?=(?:{pattern}))(.)", re.DOTALL)
+        self._longest = max(map(len, self._ids_of))
         self.jinja_text = jinja_text or family.template_text()
         self._jinja = jinja_environment().from_string(self.jinja_text)
         self._encode_short = functools.lru_cache(1024)(self.encode)
@@ -305,17 +306,39 @@ class ChatTemplate:
         if isinstance(value, str):
             if _MARK in value:
                 value = value.replace(_MARK, _MARK + "0")
-            return self._token_starts.sub(rf"\1{_MARK}1", value) if self._tokens.search(value) else value
+            if next(self._found(self._tokens, value), None) is None:
+                return value
+            parts, last = [], 0
+            for found in self._found(self._token_starts, value):
+                parts += [value[last : found.end()], f"{_MARK}1"]
+                last = found.end()
+            return "".join([*parts, value[last:]])
         if isinstance(value, dict):
             return {self._guard(key): self._guard(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self._guard(item) for item in value]
         return value
 
+    def _found(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """What `pattern` matches of added tokens, in order."""
+        at = 0
+        while at < len(text):
+            end = at + _STEP
+            for found in pattern.finditer(text, at, end + self._longest):
+                if found.start() >= end:
+                    break
+                at = found.end()
+                yield found
+            at = max(at, end)
+
     def _ids(self, text: str) -> np.ndarray:
         ids: list[int] = []
         opener: tuple[str, list[int]] | None = None
-        for index, piece in enumerate(self._tokens.split(text)):
+        pieces, last = [], 0
+        for found in self._found(self._tokens, text):
+            pieces += [text[last : found.start()], found[0]]
+            last = found.end()
+        for index, piece in enumerate([*pieces, text[last:]]):
             if index % 2:
                 ids.append(self._ids_of[piece])
                 opener = self._openers.get(piece)
