@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from rl360.bench.bare_trainer import in_order
 from rl360.bench.rows import Options, Row
 from rl360.cli import main
 from rl360.errors import BadInput, Rl360Error
+from rl360.policy import tokenizer
 
 OPTIONS = Options(quick=True)
 
@@ -52,6 +54,7 @@ def test_in_order_keeps_the_order_and_the_budget() -> None:
 
 
 def test_the_bare_loop_takes_the_same_steps_as_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "train_tokenizer", functools.cache(tokenizer.train_tokenizer))  # twice the same
     (row,) = suite.trainer_tokens(OPTIONS, samples=12)
     assert row.goal == "ratio >= 1" and row.ours > 0 and row.baseline is not None
     monkeypatch.setattr(suite, "RTOL", 1e-12)
