@@ -28,12 +28,7 @@ from rl360.sessions.wire import (
 
 _NEUTRAL = frozenset({"stream", "model", "system", "tool_choice", "metadata", "service_tier", "cache_control"})
 BEAT = b'event: ping\ndata: {"type": "ping"}\n\n'
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_tokens": "max_new_tokens",
-}
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_new_tokens"}
 _ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",

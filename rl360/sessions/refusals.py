@@ -45,35 +45,22 @@ class Refusal(StrEnum):
     STORE_UNAVAILABLE = "store_unavailable"
 
 
-HTTP_STATUS: dict[Refusal, int] = {
-    Refusal.BAD_BODY: 400,
-    Refusal.PARAMS: 400,
-    Refusal.THREADS: 400,
-    Refusal.BAD_HISTORY: 400,
-    Refusal.TOOLS_CHANGED: 400,
-    Refusal.UNAUTHORIZED: 401,
-    Refusal.NOT_FOUND: 404,
-    Refusal.METHOD: 405,
-    Refusal.SLOW_BODY: 408,
-    Refusal.CUT_TURN: 409,
-    Refusal.LOST_RACE: 409,
-    Refusal.SEALED: 409,
-    Refusal.CONFLICT: 409,
-    Refusal.LENGTH: 409,
-    Refusal.OVER_BUDGET: 413,
-    Refusal.CANNOT_MERGE: 422,
-    Refusal.TOO_MANY: 429,
-    Refusal.BAD_MATCHER: 500,
-    Refusal.NO_STORE: 501,
-    Refusal.BAD_UPSTREAM: 502,
-    Refusal.NO_ENGINE: 502,
-    Refusal.WRONG_VERSION: 502,
-    Refusal.BAD_ROUTING: 502,
-    Refusal.NONFINITE: 502,
-    Refusal.DRAINING: 503,
-    Refusal.SERVER_FULL: 503,
-    Refusal.STORE_UNAVAILABLE: 503,
+_OF_STATUS = {
+    400: (Refusal.BAD_BODY, Refusal.PARAMS, Refusal.THREADS, Refusal.BAD_HISTORY, Refusal.TOOLS_CHANGED),
+    401: (Refusal.UNAUTHORIZED,),
+    404: (Refusal.NOT_FOUND,),
+    405: (Refusal.METHOD,),
+    408: (Refusal.SLOW_BODY,),
+    409: (Refusal.CUT_TURN, Refusal.LOST_RACE, Refusal.SEALED, Refusal.CONFLICT, Refusal.LENGTH),
+    413: (Refusal.OVER_BUDGET,),
+    422: (Refusal.CANNOT_MERGE,),
+    429: (Refusal.TOO_MANY,),
+    500: (Refusal.BAD_MATCHER,),
+    501: (Refusal.NO_STORE,),
+    502: (Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION, Refusal.BAD_ROUTING, Refusal.NONFINITE),
+    503: (Refusal.DRAINING, Refusal.SERVER_FULL, Refusal.STORE_UNAVAILABLE),
 }
+HTTP_STATUS = {code: status for status, codes in _OF_STATUS.items() for code in codes}
 
 # Of replies that were sampled and refused for another reason: infra.
 BUCKETS: dict[Refusal, Bucket] = {

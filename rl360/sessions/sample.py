@@ -148,15 +148,7 @@ _ARRAYS = {
 _OPTIONAL_ARRAYS = frozenset({"row_forward", "routing"})
 _SAMPLE_FIELDS = tuple(MergedSample.__dataclass_fields__)
 _WIRE_FIELDS = tuple("routing" if name == "routing_pieces" else name for name in _SAMPLE_FIELDS)
-_COUNTS = (
-    "sampled_tokens",
-    "turns",
-    "leaf",
-    "cached_tokens",
-    "prompt_tokens",
-    "reprefilled_rows",
-    "sampling_differs",
-)
+_COUNTS = ("sampled_tokens", "turns", "leaf", "cached_tokens", "prompt_tokens", "reprefilled_rows", "sampling_differs")
 _SAMPLE_KINDS: dict[tuple[str, ...], type] = {
     ("attempt_id", "group_id", "task_id", "session_id"): str,
     _COUNTS: int,
