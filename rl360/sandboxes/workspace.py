@@ -6,13 +6,10 @@ Nothing here follows a link that a sandbox could have made.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 import stat
 import subprocess
-import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -139,29 +136,6 @@ def tree_bytes(path: Path, limit_bytes: int) -> int:
         if total > limit_bytes:
             break
     return total
-
-
-def tar_files(data: bytes, *, max_files: int = 1000, max_bytes: int = 16 << 20) -> Iterator[tuple[str, bytes]]:
-    """(relative name, content) of the regular files of a tar from a sandbox. Refuses absolute names, `..`, oversize.
-
-    Links, devices and folders are skipped: their content is never needed, and following one is how a tar escapes.
-    """
-    seen = total = 0
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            for member in archive:
-                seen += 1
-                total += max(0, member.size)
-                if seen > max_files or total > max_bytes:
-                    raise BadInput(f"tar from a sandbox: more than {max_files} entries or {max_bytes} bytes; refused")
-                name = member.name
-                if name.startswith("/") or ".." in name.split("/") or "\x00" in name:
-                    raise BadInput(f"tar from a sandbox: name {name!r} leaves its folder; refused")
-                content = archive.extractfile(member) if member.isreg() else None
-                if content is not None:
-                    yield name, content.read()
-    except tarfile.TarError as error:
-        raise BadInput(f"tar from a sandbox: {error}; refused") from None
 
 
 def make_etc(target: Path, uid: int) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from rl360.errors import BadInput
 from rl360.sandboxes.bubblewrap import safe_name
-from rl360.sandboxes.workspace import copy_tree, publish_tree, remove_tree, tar_files, tree_bytes
+from rl360.sandboxes.workspace import copy_tree, publish_tree, remove_tree, tree_bytes
 
 
 def test_copy_keeps_content_links_and_scripts(tmp_path: Path) -> None:
@@ -93,36 +91,6 @@ def test_tree_bytes_counts_disk_and_stops(tmp_path: Path) -> None:
     (tmp_path / "l").symlink_to("/usr")
     assert 10_000 <= tree_bytes(tmp_path, 1 << 20) < 40_000
     assert tree_bytes(tmp_path, 100) > 100
-
-
-def make_tar(*members: tuple[str, bytes, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, kind, content in members:
-            info = tarfile.TarInfo(name)
-            info.type, info.size, info.linkname = kind, len(content), "/etc/passwd"
-            archive.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-def test_tar_gives_regular_files_only(tmp_path: Path) -> None:
-    data = make_tar(("a", tarfile.REGTYPE, b"1"), ("l", tarfile.SYMTYPE, b""), ("d/b", tarfile.REGTYPE, b"2"))
-    assert dict(tar_files(data)) == {"a": b"1", "d/b": b"2"}
-
-
-@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x"])
-def test_tar_names_that_leave_are_refused(name: str) -> None:
-    with pytest.raises(BadInput, match="leaves its folder"):
-        list(tar_files(make_tar((name, tarfile.REGTYPE, b"1"))))
-
-
-def test_tar_caps_and_garbage() -> None:
-    with pytest.raises(BadInput, match="refused"):
-        list(tar_files(make_tar(("a", tarfile.REGTYPE, b"1" * 100)), max_bytes=50))
-    with pytest.raises(BadInput, match="refused"):
-        list(tar_files(make_tar(*[(str(i), tarfile.REGTYPE, b"") for i in range(5)]), max_files=3))
-    with pytest.raises(BadInput, match="refused"):
-        list(tar_files(b"not a tar" * 100))
 
 
 def test_names_stay_unique_and_plain() -> None:
