@@ -31,7 +31,7 @@ from rl360.training.checkpoints import load_tensors
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import read_shape
-from rl360.training.megatron.parallel import gathered, together
+from rl360.training.megatron.parallel import gathered, refuse_other_copies, together
 from rl360.training.megatron.policy import Parts, Policy
 from rl360.training.packing import MicroBatch
 from rl360.training.results import Batch, TrainResult, read_result
@@ -81,7 +81,9 @@ class Actors:
         self.kept: dict[int, Parts] = {}
         self.reference: Parts | None = None
         if config.objective.kl_coef:
-            self.reference = together(lambda: self._read_reference(config.objective.reference or model_dir))
+            folder = config.objective.reference or model_dir
+            refuse_other_copies(Path(folder))
+            self.reference = together(lambda: self._read_reference(folder))
 
     def _read_reference(self, folder: str) -> Parts:
         shape = replace(read_shape(Path(folder)), max_positions=self.policy.shape.max_positions)

@@ -22,7 +22,7 @@ from rl360.training.critic import Critic
 from rl360.training.megatron.hf_dir import write_dir
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, parallel_state
-from rl360.training.megatron.parallel import together
+from rl360.training.megatron.parallel import refuse_other_copies, together
 from rl360.training.megatron.policy import Optim, Policy, StepSums
 from rl360.training.megatron.witness import Witness
 from rl360.training.objective import policy_sums
@@ -115,6 +115,8 @@ class Replica:
         config = RunConfig.parse(command.config_json, f"config of run {command.run}")
         trainer = config.trainer
         optim = Optim(trainer.lr, trainer.beta1, trainer.beta2, trainer.eps, trainer.weight_decay, trainer.grad_clip)
+        if command.checkpoint is None:  # else they come from the store
+            refuse_other_copies(Path(command.model_dir))
         policy = together(lambda: Policy(Path(command.model_dir), self.layout, optim))
         if trainer.routing_replay and policy.shape.routing is None:
             raise BadInput(f"trainer.routing_replay is on and {command.model_dir} has no experts; switch it off")

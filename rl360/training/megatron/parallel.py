@@ -6,12 +6,15 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from rl360.errors import BadInput, Rl360Error
 from rl360.training.megatron import ON_CPU
+from rl360.training.megatron.hf_dir import read_tensors
+from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, parallel_state
 
 COLLECTIVE_DEADLINE_S = 600
@@ -82,3 +85,17 @@ def together(work: Callable[[], T]) -> T:
             raise found
     assert value is not None
     return value
+
+
+def refuse_other_copies(folder: Path) -> None:
+    """`BadInput` on every rank when the weights in `folder` are not the same for all: each host reads its own copy, and
+    no gradient would tell that they differ. Collective."""
+    if torch.distributed.get_world_size() == 1:
+        return
+    digests = gathered(together(lambda: digest_of(read_tensors(folder))))
+    other = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if other:
+        raise BadInput(
+            f"{folder} holds weights {digests[0][:16]} on rank 0 and others on rank {', '.join(other)}; "
+            "give every host of the trainer the same copy"
+        )
