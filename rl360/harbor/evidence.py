@@ -1,7 +1,8 @@
 """What a judge is shown of an attempt: the transcript that the host kept and files of the workspace, as bounded text.
 
 All of it is the agent's and hostile. It is read after the agent's processes are proven gone and before any verifier
-runs, so nothing changes it meanwhile; no link is followed, nothing is executed, and what is cut says how much.
+runs, so nothing changes it meanwhile; no link is followed, nothing is executed, and what is cut says how much. Lines
+that were said or written are indented: whose they are and what is cut, only the host can say.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ CHUNK_BYTES = 1 << 16
 
 
 def clip(text: str, limit_bytes: int) -> str:
-    """`text` as UTF-8 of at most `limit_bytes` and a note: its first quarter and its end, where agents conclude."""
+    """`text` as UTF-8 of at most `limit_bytes` and a note: its first quarter and its end, where agents conclude. That
+    goes on in the note's line, for it may begin in the middle of one."""
     data = text.encode("utf-8", "replace")
     if len(data) <= limit_bytes:
         return data.decode()
     head = limit_bytes // 4
     start, end = data[:head].decode("utf-8", "ignore"), data[len(data) - (limit_bytes - head) :]
-    return f"{start}\n[... {len(data) - limit_bytes} bytes cut ...]\n{end.decode('utf-8', 'ignore')}"
+    return f"{start}\n[... {len(data) - limit_bytes} bytes cut ...] {end.decode('utf-8', 'ignore')}"
 
 
 def transcript_text(messages: Sequence[Mapping[str, Any]], instruction: str) -> str:
@@ -45,8 +47,15 @@ def transcript_text(messages: Sequence[Mapping[str, Any]], instruction: str) -> 
         said = content if isinstance(content, str) else "" if content is None else _json(content)
         listed = message.get("tool_calls")
         calls = [c.get("function") for c in listed if isinstance(c, Mapping)] if isinstance(listed, list) else []
-        parts.append("\n".join([f"[{role}]", *([said] if said else []), *(f"calls {_json(call)}" for call in calls)]))
+        parts.append(
+            "\n".join([f"[{role}]", *([_quoted(said)] if said else []), *(f"calls {_json(call)}" for call in calls)])
+        )
     return "\n".join(parts) or "(the agent left no transcript)"
+
+
+def _quoted(text: str) -> str:
+    """Indented, so that no line of it is taken for a heading or a note."""
+    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _json(value: Any) -> str:
@@ -137,4 +146,4 @@ def _content(path: Path, limit_bytes: int) -> str:
     if b"\0" in data:
         return f"(binary, {size} bytes)"
     cut = f"\n[... {size - len(data)} bytes cut ...]" if size > len(data) else ""
-    return data.decode("utf-8", "replace") + cut
+    return _quoted(data.decode("utf-8", "replace")) + cut

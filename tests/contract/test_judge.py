@@ -141,7 +141,7 @@ def test_a_judged_attempt(server: Server, sessions: ScriptedSessions, judge: Jud
     assert "judge-1 at 127.0.0.1" in reply.eval_report["verifier_log"] and ": 7 of 0 to 10" in str(reply.eval_report)
     assert KEY not in reply.model_dump_json() and judge.keys[-1] == f"Bearer {KEY}"
     shown = judge.shown()
-    for part in ("why the sky is blue", "1\nleft one", "because because", '--- "answer.md"\nbecause\n'):
+    for part in ("why the sky is blue", "  1\n  left one", "because because", '--- "answer.md"\n  because\n'):
         assert part in shown, part
     assert "blue\n---" not in shown and TOKEN not in shown
 

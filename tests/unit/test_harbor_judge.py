@@ -374,6 +374,10 @@ def test_odd_text_is_sent_all_the_same(text: str) -> None:
         ("ftp://judge.example/v1", "need http(s)://HOST"),
         ("https:///v1", "need http(s)://HOST"),
         ("http://h:port/v1", "Port"),
+        ("http://user:secret@h:port/v1", "Port"),
+        ("http://[::1/v1", "Invalid IPv6"),
+        ("http://ex\x7fample/v1", "non-printable"),
+        ("http://xn--/v1", "Punycode"),
         ("https://user:secret@judge.example/v1", "no user, password or query"),
         ("https://judge.example/v1?key=secret", "no user, password or query"),
     ],
@@ -394,6 +398,16 @@ def test_a_key_that_is_none_is_refused_by_its_variables_name(
     with pytest.raises(BadInput, match="--judge-key-env KEY_OF_JUDGE") as error:
         Judge.at("https://judge.example/v1", "KEY_OF_JUDGE", 1)
     assert not (value or "").strip() or value not in str(error.value)
+
+
+def test_a_key_that_is_repeated_is_not_shown_in_part_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the text of an answer is cut for its line."""
+    with judging() as server:
+        judge = seat(server, monkeypatch)
+        for status, before in ((401, 185), (200, 190), (401, 1990)):
+            server.answers = [Answer(b"x" * before + KEY.encode() + b" is wrong", status)]
+            said, _spent = refusal(judge)
+            assert not any(KEY[:length] in said for length in range(4, len(KEY))), said
 
 
 def test_the_key_is_in_no_text_and_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
