@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from rl360 import preflight
 from rl360.commands.run import forked_config, launch
 from rl360.config.freeze import freeze_config, note_target
 from rl360.config.run import RunConfig
@@ -31,16 +34,19 @@ SESSIONS = {"matchers": ["strict", "role_content"], "routing": None}
 
 
 @contextmanager
-def server(told: dict[str, Any]) -> Iterator[str]:
-    """Answers every GET with `told`."""
+def server(told: dict[str, Any], status: int = 200, pause_s: float = 0.0) -> Iterator[str]:
+    """Answers every GET with `told`, byte by byte where there is a pause."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             data = json.dumps(told).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(OSError):
+                for part in (data[at : at + 1] for at in range(len(data))) if pause_s else (data,):
+                    self.wfile.write(part)
+                    time.sleep(pause_s)
 
         def log_message(self, *_: object) -> None:
             return
@@ -86,6 +92,19 @@ def test_services_that_do_not_answer_are_not_judged(model: Path) -> None:
     found = check(store, services_at(model), rollout={"matcher": "agents.echo:same"})
     assert found.model.path == str(model)
     assert store.objects == {}
+
+
+def test_proxies_errors_and_services_that_trickle_are_not_judged(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flow asks services themselves; what a proxy or an error says is no answer, nor is one without an end."""
+    monkeypatch.setattr(preflight, "_ASKED_TIMEOUT_S", 0.1)
+    told = {"matchers": []}
+    with server(told) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        check(MemoryStore(), services_at(model, sessions="http://127.0.0.1:1"))
+        refused(services_at(model, sessions=proxy), "is not one that session server")
+    for how in ({"status": 503}, {"pause_s": 0.03}):
+        with server(told, **how) as sessions:
+            check(MemoryStore(), services_at(model, sessions=sessions))
 
 
 def test_directories_of_other_hosts_are_not_judged(model: Path) -> None:
