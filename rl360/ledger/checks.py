@@ -65,8 +65,8 @@ def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset
 
 
 def audit_run(ledgers: Iterable[StepLedger]) -> Iterator[tuple[StepLedger, list[Check]]]:
-    """Each ledger of a run, in step order, with all its checks and those across steps: nothing trained twice, and each
-    step trained the weights that the one before it left.
+    """Each ledger of a run, in step order, with all its checks and those across steps: nothing trained twice, each step
+    trained the version that the one before it left, and one that took no optimizer step left its weights to the bit.
 
     Lazy: a long run's ledgers are gigabytes, so callers keep what they need of one before they take the next.
     """
@@ -77,9 +77,14 @@ def audit_run(ledgers: Iterable[StepLedger]) -> Iterator[tuple[StepLedger, list[
         if left is not None and left[0] == ledger.step - 1:
             name = "weights as the step before left them"
             checks.append(_equal(name, "version before", ledger.version_before, "version left", left[1]))
+            if ledger.train.status in NO_STEP:
+                moved = int(ledger.train.weights_digest != left[2])
+                checks.append(
+                    _equal("same weights where no step was taken", "digests that differ", moved, "allowed", 0)
+                )
         yield ledger, checks
         trained.update(ledger.trained_ids)
-        left = ledger.step, ledger.train.version_after
+        left = ledger.step, ledger.train.version_after, ledger.train.weights_digest
 
 
 def refuse_broken(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> None:

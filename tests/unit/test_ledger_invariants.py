@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from rl360 import step_work
-from rl360.ledger.checks import LedgerBroken, audit_run, refuse_broken
+from rl360.ledger.checks import TRAIN_FIGURES, LedgerBroken, audit_run, refuse_broken
 from rl360.ledger.metrics import step_json
 from rl360.ledger.read import read_run, read_step, write_ledger
 from rl360.store.codec import pack, sha256_hex, unpack
@@ -21,6 +21,7 @@ from tasks.durable import SAFE_TO_REPEAT
 from tests.unit.ledger_run import CONFIG, add_step, finished_run
 from tests.unit.memory_store import MemoryStore
 
+SAME = "same weights where no step was taken"
 LEDGER = step_key("demo", 0, "ledger.msgpack")
 Wire = dict[str, Any]
 
@@ -178,3 +179,14 @@ def test_a_run_trains_no_attempt_twice_and_a_resumed_one_neither() -> None:
     assert all(name.startswith(f"s{ledger.step:06}-") for ledger in ledgers for name in ledger.trained_ids)
     assert all(check.holds for _, checks in audit_run(ledgers) for check in checks)
     assert [ledger.version_before for ledger in ledgers] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("status", ["empty", "nonfinite"])
+def test_a_step_that_took_no_optimizer_step_left_the_weights_it_found(status: str) -> None:
+    first, second = read_run(cast(Any, finished_run(2)), "demo")
+    none = dict.fromkeys(TRAIN_FIGURES)
+    for digest, faults in ((first.train.weights_digest, []), ("f" * 64, [SAME])):
+        changes: dict[str, Any] = none | {"status": status, "weights_digest": digest}
+        refused = replace(second, train=replace(second.train, **changes))
+        checks = list(audit_run([first, refused]))[1][1]
+        assert [check.name for check in checks if check.name == SAME and not check.holds] == faults
