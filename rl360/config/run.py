@@ -229,7 +229,7 @@ class ObjectiveConfig(_Section):
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the reward")
     reference: str = Field(
-        "", description="Hugging Face directory of the reference policy; empty: what the run starts from"
+        "", description="Hugging Face directory of the reference policy; empty: model.path, in a fork too"
     )
     correction: Literal["off", "truncate", "clip", "mask"] = Field(
         "truncate", description="what bounds do to the importance weight trainer / engine; off: no weight"
