@@ -20,10 +20,12 @@ from rl360.store.progress import weight_version
 
 
 class Scratch:
-    """Reads come from the store, writes stay here: a task run on it finds its inputs and changes nothing."""
+    """Reads come from the store, writes stay here: a task run on it finds its inputs and changes nothing.
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+    remember: False for a trainer, whose kept actors are a whole model a step and are compared with nothing."""
+
+    def __init__(self, store: ObjectStore, remember: bool = True) -> None:
+        self._store, self._remember = store, remember
         self.written: dict[str, bytes] = {}
 
     def get(self, key: str) -> bytes:
@@ -33,7 +35,8 @@ class Scratch:
         return self._store.get_required(key)
 
     def put_once(self, key: str, data: bytes) -> bool:
-        self.written[key] = data
+        if self._remember:
+            self.written[key] = data
         return True
 
 

@@ -54,7 +54,7 @@ def main() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     parallel.enter(layout)
     try:
-        replica = Replica(cast(Any, Scratch(store)), layout, "replay")
+        replica = Replica(cast(Any, Scratch(store, remember=False)), layout, "replay")
         result = take(store, replica, services.model_dir, options.run, options.step)
         answer: dict[str, object] = {"result": result.model_dump(mode="json")}
     except Rl360Error as error:
