@@ -184,11 +184,13 @@ class BubblewrapProvider:
 
     async def create(self, spec: SandboxSpec) -> BwrapSandbox:
         name = f"rl360-{safe_name(spec.name)}"
+        record = spec.workspace.path / f"{name}.json"
         try:
             # before what it records exists, and in one move: whenever this process is killed, the next one can read it
-            _write_record(spec.workspace.path / f"{name}.json", spec, cgroups.planned(name))
+            _write_record(record, spec, cgroups.planned(name))
             group = cgroups.create(name, spec.limits)
         except OSError as error:
+            record.unlink(missing_ok=True)  # groups of that name are another's: nobody may end them by this record
             raise SandboxStartError(f"cgroup {name}: {error.strerror}; another sandbox of this name?") from None
         try:
             return await launch(
