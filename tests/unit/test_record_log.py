@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl360.agents import records
 from rl360.agents.records import RecordLog
@@ -161,3 +164,51 @@ def test_a_write_whose_answer_was_lost_is_not_repeated() -> None:
     keep(log, RECORDS[0])
     keep(log, RECORDS[1])
     assert held(store) == {"000000.msgpack": NAMES[:1], "000001.msgpack": NAMES[1:2]}
+
+
+PLANS = st.tuples(
+    st.integers(0, 12), st.sampled_from(["keep", "keep", "keep", "no record"]), st.none() | st.integers(1, 30)
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(PLANS, min_size=1, max_size=len(RECORDS)), st.lists(st.booleans(), max_size=4))
+def test_whatever_order_attempts_end_in_no_record_is_lost_and_nobody_waits(
+    plans: list[tuple[int, str, int | None]], fails: list[bool]
+) -> None:
+    """Attempts end early and late, without a record or cancelled; writes fail. The pause alone would take an hour."""
+    store, failing = MemoryStore(), list(fails)
+    told: set[str] = set()
+
+    class Failing(MemoryStore):
+        def put_once(self, key: str, data: bytes) -> bool:
+            if failing and failing.pop():
+                raise StoreUnavailable("away")
+            return store.put_once(key, data)
+
+    async def ticks(count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    async def attempt(log: RecordLog, number: int, late: int, kind: str) -> None:
+        with log.writer():
+            await ticks(late)
+            if kind == "keep":
+                with contextlib.suppress(StoreUnavailable):
+                    await log.keep(RECORDS[number])
+                    told.add(NAMES[number])
+
+    async def go() -> None:
+        log = log_of(Failing(), every_s=3600.0)
+        tasks = [asyncio.create_task(attempt(log, number, *plan[:2])) for number, plan in enumerate(plans)]
+        for tick in range(31):
+            for task, (_late, _kind, cancel_at) in zip(tasks, plans, strict=True):
+                if cancel_at == tick:
+                    task.cancel()
+            await ticks(1)
+        ended, waiting = await asyncio.wait(tasks, timeout=5)
+        assert not waiting and not [task for task in ended if not task.cancelled() and task.exception()]
+        assert told <= set(log.stored)
+
+    asyncio.run(go())
+    assert told <= set(log_of(store).stored)
