@@ -66,35 +66,31 @@ class PrefectApi:
 
     def active(self) -> list[FlowRun]:
         """Flow runs that have not ended, newest first, without subflows and without what a schedule plans for later."""
-        return self._filter({"state": {"type": {"any_": list(ACTIVE)}}}, "START_TIME_DESC", 0)
+        return self._filter({"state": {"type": {"any_": list(ACTIVE)}}}, "START_TIME_DESC")
 
     def newest_by_run(self) -> dict[str, FlowRun]:
         """The newest flow run of each run of rl360 among the last `_PAGES` * `_PAGE` flow runs, newest first."""
         found: dict[str, FlowRun] = {}
-        for page in range(_PAGES):
-            asked = self._filter({}, "EXPECTED_START_TIME_DESC", page * _PAGE)
-            for item in asked:
-                if item.run:
-                    found.setdefault(item.run, item)
-            if len(asked) < _PAGE // 2:  # what a schedule plans is asked for and left out
-                break
+        for item in self._filter({}, "EXPECTED_START_TIME_DESC"):
+            if item.run:
+                found.setdefault(item.run, item)
         return found
 
     def newest_of(self, run: str) -> FlowRun | None:
         """The flow run of `run` that is at work, else its newest one."""
         return next((item for item in self.active() if item.run == run), None) or self.newest_by_run().get(run)
 
-    def _filter(self, which: dict[str, Any], sort: str, offset: int) -> list[FlowRun]:
-        body = {
-            "flow_runs": {**which, "parent_task_run_id": {"is_null_": True}},
-            "sort": sort,
-            "limit": _PAGE,
-            "offset": offset,
-        }
-        found = self._call("POST", "/flow_runs/filter", body)
-        return [
-            _flow_run(item) for item in found if not (item.get("auto_scheduled") and item["state_name"] == "Scheduled")
-        ]
+    def _filter(self, which: dict[str, Any], sort: str) -> list[FlowRun]:
+        """Without what a schedule plans for later, which stands first and may fill pages."""
+        found: list[FlowRun] = []
+        body = {"flow_runs": {**which, "parent_task_run_id": {"is_null_": True}}, "sort": sort, "limit": _PAGE}
+        for page in range(_PAGES):
+            asked = self._call("POST", "/flow_runs/filter", body | {"offset": page * _PAGE})
+            planned = [item.get("auto_scheduled") and item["state_name"] == "Scheduled" for item in asked]
+            found += [_flow_run(item) for item, later in zip(asked, planned, strict=True) if not later]
+            if len(asked) < _PAGE:
+                break
+        return found
 
     def cancel(self, flow_run_id: str, message: str) -> None:
         """Ask for an end. Not forced: Prefect itself turns it into `Cancelled` where no process has begun."""

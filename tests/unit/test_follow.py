@@ -112,6 +112,16 @@ def test_what_a_schedule_plans_for_later_is_not_active() -> None:
         assert [run.state_name for run in PrefectApi(url, url).active()] == ["Scheduled", "Late"]
 
 
+def test_pages_of_what_is_planned_hide_no_flow_run() -> None:
+    """Schedules of two deployments plan 200 flow runs, which stand before all others."""
+    planned = [flow_run("SCHEDULED", auto_scheduled=True)] * 200
+    running = flow_run("RUNNING", parameters={"config": {"run": "demo"}})
+    for ask in (lambda api: api.active()[0].state, lambda api: api.newest_by_run()["demo"].state):
+        with prefect((200, planned), (200, planned), (200, [running])) as (url, asked):
+            assert ask(PrefectApi(url, url)) == "RUNNING"
+        assert [body["offset"] for _path, body in asked] == [0, 200, 400]
+
+
 def test_a_busy_prefect_is_asked_again_for_the_same_flow_run() -> None:
     with prefect((200, {"id": "d"}), (503, {}), (200, flow_run("SCHEDULED"))) as (url, asked):
         assert PrefectApi(url, url).trigger("rl_run/local", {"config": {}}).state == "SCHEDULED"
