@@ -143,9 +143,9 @@ class Registry:
         over = self.total_bytes + self.body_bytes - self.limits.total_bytes
         if over < 0:
             return
-        before = self.total_bytes
-        self.evicted_for_room += self._evict(self.limits.dead_s, over + 1)
-        if before - self.total_bytes <= over:
+        gone = self._evict(self.limits.dead_s, over + 1)
+        self.evicted_for_room += gone
+        if not gone:
             raise SessionRefusal(
                 Refusal.SERVER_FULL,
                 f"{len(self)} sessions hold {self.total_bytes} bytes, bodies in flight {self.body_bytes}, the server's "
@@ -166,7 +166,8 @@ class Registry:
         return gone
 
     def _evict(self, idle_s: float, need_bytes: int | None = None) -> int:
-        """Forget the longest unused sessions, as many as `need_bytes` takes (None: all), none used since `idle_s`."""
+        """Forget the longest unused sessions, none used since `idle_s`: as many as `need_bytes` takes (None: all), or
+        none when all of them are not enough."""
         limit = self.clock() - idle_s
         gone, freed = [], 0
         for session_id, held in self._held.items():
@@ -175,6 +176,8 @@ class Registry:
             if not held.in_flight:
                 gone.append(session_id)
                 freed += held.counted_bytes
+        if need_bytes is not None and freed < need_bytes:
+            return 0
         for session_id in gone:
             self.delete(session_id)
         return len(gone)

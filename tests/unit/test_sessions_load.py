@@ -128,6 +128,20 @@ def test_a_full_server_still_reads_what_makes_room() -> None:
     assert (status, orjson.loads(body)["error"]["code"]) == (501, "no_store")
 
 
+def test_no_session_is_given_up_for_a_body_that_does_not_fit_then_either() -> None:
+    """An agent may run one command for longer than `dead_s`."""
+    server = Server(Limits(total_bytes=1 << 20))
+    now = 0.0
+    server.registry.clock = lambda: now
+    idle = [server.session(number) for number in range(5)]
+    now = 700.0
+    busy = server.session(9)
+    path = f"/sessions/{busy}/v1/chat/completions"
+    assert asyncio.run(server.post(path, said("a", metadata={"x": "y" * (1 << 20)})))[0] == 503
+    assert all(server.registry.get(session_id) for session_id in idle)
+    assert (server.registry.evicted_for_room, server.registry.body_bytes) == (0, 0)
+
+
 def test_a_history_that_is_held_already_is_not_counted_twice() -> None:
     """Of a request in flight only what is new takes room."""
     server = Server()
