@@ -168,9 +168,9 @@ def _refusal(reply: httpx.Response) -> AgentFailure | None:
     if code in LENGTH_CODES or status == 413:
         return None
     said = f"HTTP {status} {code}: {' '.join(message.split())}"
-    if status in (404, 409):
-        return AgentFailure(ExitStatus.SESSION_LOST, said, retryable=False)
-    if code == "no_engine" or status == 503:
+    if code == "no_engine":
         return AgentFailure(ExitStatus.NO_ENGINE, said, retryable=True)
+    if status in (404, 409, 503):  # 503: the session server is full or leaving, and engines have no part in it
+        return AgentFailure(ExitStatus.SESSION_LOST, said, retryable=status == 503)
     retryable = status >= 500 and code != "wrong_version" and reply.headers.get("x-should-retry") != "false"
     return AgentFailure(ExitStatus.GENERATION_ERROR, said, retryable=retryable)

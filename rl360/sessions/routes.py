@@ -179,7 +179,7 @@ class Service:
                         raise _over(f"request body is over {limit} bytes, the limit")
                     if held is not None:  # not an operator's: storing and deleting are what makes room
                         if held.body_bytes > _BODIES_AT_ONCE * limit:
-                            raise _over(f"requests in flight are over {_BODIES_AT_ONCE * limit} bytes, the limit")
+                            raise _too_many(f"{_BODIES_AT_ONCE * limit} bytes of requests in flight")
                         self.registry.make_room()
                     parts.append(part)
         except TimeoutError:
@@ -268,8 +268,7 @@ class Service:
         """Of an agent: what it has in flight limits itself, never what the operator does with its session."""
         with self.registry.using(call.session_id) as held:
             if held.in_flight > self.registry.limits.session_requests:
-                limit = self.registry.limits.session_requests
-                raise SessionRefusal(Refusal.TOO_MANY, f"session has {limit} requests in flight, the limit")
+                raise _too_many(f"{self.registry.limits.session_requests} requests in flight")
             try:
                 yield held
             finally:
@@ -497,6 +496,11 @@ def _validated(kind: type[_Model], data: bytes) -> _Model:
 
 def _over(problem: str) -> SessionRefusal:
     return SessionRefusal(Refusal.OVER_BUDGET, problem)
+
+
+def _too_many(limit: str) -> SessionRefusal:
+    """Passes by itself: an agent must not take it for the end of its sequence, as it does a 413."""
+    return SessionRefusal(Refusal.TOO_MANY, f"session has {limit}, the limit")
 
 
 def _storing() -> SessionRefusal:

@@ -94,12 +94,11 @@ class Actors:
         tensors = read_tensors(Path(folder))
         if torch.distributed.get_rank() == 0:
             key, digest = reference_key(self.config.run), digest_of(tensors)
-            self.store.put_once(key, orjson.dumps({"weights_digest": digest}))
-            began = str(orjson.loads(self.store.get_required(key)).get("weights_digest"))
-            if began != digest:
+            data = orjson.dumps({"weights_digest": digest})
+            if not self.store.put_once(key, data) and (began := self.store.get_required(key)) != data:
                 raise BadInput(
-                    f"reference {folder} holds weights {digest[:16]}, run {self.config.run} began with {began[:16]}; "
-                    "restore the directory, or start another run"
+                    f"reference {folder} holds weights {digest[:16]}, run {self.config.run} began with "
+                    f"{began.decode(errors='replace')[:40]} ({key}); restore the directory, or start another run"
                 )
         return self.policy.parts(tensors)
 

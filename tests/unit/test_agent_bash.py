@@ -120,9 +120,11 @@ def test_a_failed_upstream_is_asked_again(sessions: ScriptedSessions, monkeypatc
     monkeypatch.setattr(bash_agent, "RETRY_PAUSES_S", (0.01, 0.01))
     end, metrics = play(sessions, Fail(502, "bad_upstream"), Fail(502, "bad_upstream"), Say("done"))
     assert end.exit_status == ExitStatus.SUBMITTED and metrics.retries == 2
-    for code in ("no_engine", "server_full"):
-        failure, metrics = play(sessions, *[Fail(503, code)] * 9)
-        assert failure.exit_status == ExitStatus.NO_ENGINE and metrics.retries == 2
+    lost = {(502, "no_engine"): ExitStatus.NO_ENGINE, (503, "no_engine"): ExitStatus.NO_ENGINE}
+    lost |= {(503, code): ExitStatus.SESSION_LOST for code in ("server_full", "draining")}
+    for (status, code), named in lost.items():
+        failure, metrics = play(sessions, *[Fail(status, code)] * 9)
+        assert failure.exit_status == named and metrics.retries == 2
 
 
 def test_a_silent_session_is_lost_by_the_deadline(sessions: ScriptedSessions) -> None:

@@ -89,7 +89,7 @@ def test_bodies_of_requests_in_flight_are_limited_together(bench: Bench) -> None
             connection.sendall(post(f"/sessions/{session_id}/v1/chat/completions", big))
         _wait(lambda: len(bench.engine.bodies) == 4)
         reply = bench.chat(session_id, big)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "over_budget")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "too_many_requests")
     bench.engine.gate.set()
     _wait(lambda: bench.service.registry.in_flight == 0)
     assert bench.service.registry.get(session_id).body_bytes == 0
