@@ -53,7 +53,7 @@ from rl360.store.object_store import ObjectStore
 RUN = "bench"
 GROUP = 8
 BEFORE = ("opening", "running")  # what an attempt costs before there is anything to collect
-TOGETHER = 16  # records in one write: what finishes between two at 32 attempts a second
+TOGETHER = 16  # records in one write: what finishes between two at 3 attempts a second
 IN_FLIGHT = 32
 _T = TypeVar("_T")
 

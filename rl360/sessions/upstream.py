@@ -33,6 +33,7 @@ _WORKER_HEADER = "x-smg-routed-worker-id"
 _GATEWAY_ERROR_HEADER = "x-smg-error-code"  # model_not_found: the gateway has no worker at all
 _MAY_PASS = (408, 429)  # the error statuses below 500 that the same request may not meet again
 _JOIN = "engines join the gateway when a run's first step has pushed its weights, see `rl360 fleet status`"
+KEEP_S = 2.0  # an idle connection is not used again once the engine may be closing it: SGLang's uvicorn does after 5 s
 CONNECT_TRIES = 3
 CONNECT_S = 5.0
 _REPLY_BYTES = 1 << 20  # of a reply, beside what the question makes long
@@ -128,7 +129,7 @@ class Upstream:
     def _pool(self) -> aiohttp.ClientSession:
         if self._client is None:  # made on the event loop it is used on
             self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),

@@ -3,7 +3,9 @@ was taken as a whole."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import itertools
 import json
 import socket
@@ -16,6 +18,7 @@ import numpy as np
 import orjson
 import pybase64
 import pytest
+import uvicorn
 
 from rl360.errors import BadInput
 from rl360.sessions import upstream
@@ -430,6 +433,22 @@ def test_a_refused_connection_is_tried_again_and_then_502(bench: Bench) -> None:
             assert "within 1 s" in late.json()["error"]["message"]
         finally:
             bench.service.upstream.url, bench.service.upstream._deadline_s = url, deadline_s
+
+
+def test_idle_connections_are_left_before_a_server_leaves_them() -> None:
+    """A request sent on a connection that the engine is just closing is lost, and a turn is not sent twice."""
+    engines_leave_s = inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
+
+    async def kept_s() -> float:
+        client = Upstream("http://127.0.0.1:9", 10, (), 1.0)
+        try:
+            connector = client._pool().connector
+            assert connector is not None
+            return float(connector._keepalive_timeout)
+        finally:
+            await client.aclose()
+
+    assert asyncio.run(kept_s()) <= engines_leave_s / 2
 
 
 def test_a_connection_cut_in_mid_reply_records_nothing(bench: Bench) -> None:
