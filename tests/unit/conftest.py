@@ -7,10 +7,8 @@ import pytest
 LONGEST = (
     "test_weights_push",
     "test_sessions_hostile",
-    "test_bench_objective",
+    "test_sessions_load",
     "test_families_check",
-    "test_training_kl",
-    "test_training_backend",
     "test_sessions_core",
     "test_sessions_clients",
     "test_sessions_engines",

@@ -27,6 +27,8 @@ from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch, TrainSequence, build
 from tests.unit.training_data import samples_of, write_model
 
+pytestmark = pytest.mark.contract  # the real Megatron-core
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 

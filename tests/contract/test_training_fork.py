@@ -19,6 +19,8 @@ from rl360.training.replica import Replica
 from tests.unit.memory_store import MemoryStore
 from tests.unit.training_data import put_batch, samples_of, write_model
 
+pytestmark = pytest.mark.contract  # the real Megatron-core
+
 
 def new_trainer(store: MemoryStore) -> Director:
     replica = Replica(cast(Any, store), Layout(), "an incarnation")

@@ -22,6 +22,8 @@ from rl360.training.megatron.policy import Optim, Policy
 from rl360.training.packing import MicroBatch, TrainSequence
 from tests.unit.training_data import EXPERTS, HIDDEN, routed, samples_of, write_model
 
+pytestmark = pytest.mark.contract  # the real Megatron-core
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 GAE = ObjectiveConfig(estimator="gae")
 

@@ -16,6 +16,8 @@ from rl360.cli import main
 from rl360.errors import BadInput, Rl360Error
 from rl360.policy import tokenizer
 
+pytestmark = pytest.mark.contract  # the real Megatron-core
+
 OPTIONS = Options(quick=True)
 
 

@@ -28,6 +28,8 @@ from rl360.training.results import StepStatus, TrainResult
 from tests.unit.memory_store import MemoryStore
 from tests.unit.training_data import GROUPS, HEAD_DIM, HEADS, LAYERS, VOCAB, put_batch, routed, samples_of, write_model
 
+pytestmark = pytest.mark.contract  # the real Megatron-core
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 EXPERTS, TOP_K, WEIGHT = 6, 2, 40.0
 GATE = "model.layers.1.mlp.gate.weight"

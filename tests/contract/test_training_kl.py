@@ -31,10 +31,12 @@ from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch, TrainSequence
 from rl360.training.replica import Replica
 from rl360.training.results import TrainResult
+from tests.contract.test_training_backend import sequences
+from tests.contract.test_training_director import batch_of, new_store, new_trainer
 from tests.unit.memory_store import MemoryStore
-from tests.unit.test_training_backend import sequences
-from tests.unit.test_training_director import batch_of, new_store, new_trainer
 from tests.unit.training_data import batch, put_batch, routed, samples_of, stored_row, write_model
+
+pytestmark = pytest.mark.contract  # the real Megatron-core
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 KL = {"kl_coef": 0.3}

@@ -27,6 +27,8 @@ from rl360.training.results import StepStatus
 from tests.unit.memory_store import MemoryStore
 from tests.unit.training_data import batch, merged, put_batch, sample, samples_of, stored_row, untrained, write_model
 
+pytestmark = pytest.mark.contract  # the real Megatron-core
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 

@@ -37,6 +37,8 @@ from tests.unit.objective_data import OBJECTS, attempt
 from tests.unit.test_objective_worked_faults import TOKENS, tries
 from tests.unit.training_data import write_model
 
+pytestmark = pytest.mark.contract  # the real Megatron-core
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 KEY = "filter.msgpack"
 Spoil = Callable[[MicroBatch], MicroBatch]

@@ -30,11 +30,13 @@ from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout
 from rl360.training.replica import Replica
 from rl360.training.results import TrainResult
+from tests.contract.test_training_director import batch_of, new_store, new_trainer
+from tests.contract.test_training_kl import logprobs_of
 from tests.unit.memory_store import MemoryStore
 from tests.unit.objective_data import attempt
-from tests.unit.test_training_director import batch_of, new_store, new_trainer
-from tests.unit.test_training_kl import logprobs_of
 from tests.unit.training_data import merged, sampled_by, samples_of, write_model
+
+pytestmark = pytest.mark.contract  # the real Megatron-core
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 KEPT: dict[str, Any] = {

@@ -25,6 +25,8 @@ from rl360.training.results import StepStatus, TrainResult
 from tests.unit.memory_store import MemoryStore
 from tests.unit.training_data import put_batch, samples_of, untrained, write_model
 
+pytestmark = pytest.mark.contract  # the real Megatron-core
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 PPO = {"preset": "ppo", "critic_lr": 1e-2, "critic_updates": 2}
 
