@@ -23,10 +23,11 @@ setup:  ## make .venv and install everything; nothing to do when the lock files 
 demo: setup  ## services, a run of STEPS steps, its report
 	$(BIN)/rl360 demo --steps $(STEPS) --seed $(SEED)
 
-test: setup  ## unit and property tests, then those with real services
+test: setup  ## unit and property tests, those of Megatron-core, then those with real services
 	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not contract and not chaos" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/property $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/contract tests/chaos --durations=40 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/property -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/contract/test_training_*.py -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/contract tests/chaos --ignore-glob='*/test_training_*' --durations=40 $(PYTEST_ARGS)
 
 test-fast: setup  ## unit and property tests only
 	$(BIN)/python -m pytest tests/unit tests/property -m "not contract and not chaos" $(PYTEST_ARGS)
