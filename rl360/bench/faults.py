@@ -135,7 +135,15 @@ def measure(options: FaultOptions, say: Callable[[str], None]) -> Iterator[Row]:
         f"{options.steps} steps of {options.groups} x {options.size}, last third; by seed: {listed}; "
         f"standard error of the difference {noise:.3f}; {killed} sandboxes killed, {lost} of {attempts} attempts lost",
     )
-    yield Row("killed_in_baselines", None, wrong, "attempts", "0", wrong == 0, f"of {attempts} in the runs with kills")
+    yield Row(
+        "killed_in_baselines",
+        None,
+        wrong,
+        "attempts",
+        "0",
+        wrong == 0,
+        f"of {attempts} in the runs with kills, and in the clean runs",
+    )
 
 
 def _run(services: Services, store: ObjectStore, name: str, seed: int, options: FaultOptions) -> list[StepLedger]:
