@@ -9,10 +9,12 @@ The record of a push, `PushRecord`, is what the store keeps in `push.json`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from rl360.engines.fleet import EngineIdentity, EngineState
 from rl360.errors import BadInput
@@ -23,17 +25,39 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Transport(StrEnum):
+    """How the tensors of a push reach the engines."""
+
+    BROADCAST = "broadcast"  # every tensor to every engine, bucket by bucket, in one group
+    DIRECT_EXPERTS = "direct_experts"  # routed experts straight to the ranks that own them, the rest as broadcast
+    P2P = "p2p"  # each engine rank gets what it needs, from one of several senders
+    DISK_DELTA = "disk_delta"  # files of what changed since a version that the engines hold
+    DISK_FULL = "disk_full"  # files of every tensor
+    COLOCATED = "colocated"  # trainer and engine share the device or host: handed over in place
+
+
 class TensorSpec(_Message):
     """One tensor under its Hugging Face name, as it travels (dtype after the cast)."""
 
     name: str = Field(min_length=1)
     shape: tuple[int, ...]
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    part: tuple[int, int, int] | None = Field(
+        None, description="only this piece travels: axis, first row of it, number of rows; null: the whole tensor"
+    )
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Shape of what travels."""
+        if self.part is None:
+            return self.shape
+        axis, _, rows = self.part
+        return (*self.shape[:axis], rows, *self.shape[axis + 1 :])
 
     @property
     def size_bytes(self) -> int:
         count = 1
-        for dim in self.shape:
+        for dim in self.sent_shape:
             count *= dim
         return count * (4 if self.dtype == "float32" else 2)
 
@@ -43,7 +67,7 @@ class Bucket(_Message):
 
     tensors: tuple[TensorSpec, ...] = Field(min_length=1)
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors)
 
@@ -55,42 +79,132 @@ class EngineSet(_Message):
     engines: tuple[EngineIdentity, ...] = Field(min_length=1)
 
 
+class Delivery(_Message):
+    """What one sender brings to one rank of one engine, bucket by bucket. The n-th buckets of all ranks of an engine
+    are one call to it."""
+
+    engine: int = Field(ge=0, description="index in the plan's engine set")
+    rank: int = Field(0, ge=0, description="the engine's own tensor/expert-parallel rank")
+    source: int = Field(0, ge=0, description="trainer rank that sends")
+    group_name: str = Field("", description="two-member group of this sender and this engine rank; empty: none needed")
+    buckets: tuple[Bucket, ...] = Field(min_length=1)
+
+
 class PushPlan(_Message):
     """Everything the trainer needs to send one version to one frozen engine set; also the body of `/push/transfer`."""
 
     run: str
     version: str
-    transport: Literal["broadcast"]
+    transport: Transport
     engine_set: EngineSet
     group_name: str = Field(min_length=1, description="derived from the engine set: the same set, the same group")
     stale_groups: tuple[str, ...] = Field((), description="groups of unfinished earlier pushes, destroyed first")
-    buckets: tuple[Bucket, ...] = Field(min_length=1)
+    buckets: tuple[Bucket, ...] = Field((), description="what every engine gets alike: broadcast, or a file each")
     call_deadline_s: float = Field(gt=0, description="for each call to an engine and each broadcast")
+    sources: int = Field(1, ge=1, description="trainer ranks that can send")
+    deliveries: tuple[Delivery, ...] = Field((), description="point to point; none for broadcast and files")
+    base_version: str | None = Field(None, description="disk_delta: the version that the engines' files must hold")
+    folder: str | None = Field(None, description="disk_*: absolute folder or s3:// prefix of this version's files")
+
+    @field_serializer("deliveries")
+    def _each_parcel_once(self, deliveries: tuple[Delivery, ...]) -> list[dict[str, Any]]:
+        """Engines of one layout get the same buckets: written in full once, then as the index of that delivery."""
+        first: dict[tuple[int, ...], int] = {}
+        written = []
+        for number, delivery in enumerate(deliveries):
+            same = first.setdefault(tuple(map(id, delivery.buckets)), number)
+            message = delivery.model_dump(mode="json", exclude={"buckets"} if same < number else None)
+            written.append(message | {"buckets": same} if same < number else message)
+        return written
+
+    @field_validator("deliveries", mode="before")
+    @classmethod
+    def _find_parcels(cls, value: Any) -> Any:
+        """Undo `_each_parcel_once`."""
+        found: list[Any] = []
+        for item in value if isinstance(value, (list, tuple)) else ():
+            if isinstance(item, dict):
+                same = item.get("buckets")
+                if isinstance(same, int):
+                    if not 0 <= same < len(found):
+                        raise ValueError(
+                            f"delivery {len(found)} repeats the buckets of delivery {same}: none before it"
+                        )
+                    item = item | {"buckets": found[same].buckets}
+                item = Delivery.model_validate(item)
+            found.append(item)
+        return found or value
+
+    @model_validator(mode="after")
+    def _fits(self) -> PushPlan:
+        """A plan sends something, to engines and from sources that it has."""
+        if not self.buckets and not self.deliveries:
+            raise ValueError("a plan without buckets and deliveries sends nothing")
+        for delivery in self.deliveries:
+            if delivery.engine >= len(self.engine_set.engines) or delivery.source >= self.sources:
+                raise ValueError(
+                    f"delivery from source {delivery.source} to engine {delivery.engine}: the plan has {self.sources} "
+                    f"sources and {len(self.engine_set.engines)} engines"
+                )
+        return self
+
+    def _parcels(self) -> Iterator[Bucket]:
+        """Every bucket once, whoever gets it."""
+        seen: set[int] = set()
+        for bucket in (*self.buckets, *(bucket for delivery in self.deliveries for bucket in delivery.buckets)):
+            if id(bucket) not in seen:
+                seen.add(id(bucket))
+                yield bucket
 
     @property
     def total_bytes(self) -> int:
-        return sum(bucket.size_bytes for bucket in self.buckets)
+        """Payload that leaves the trainer: a broadcast bucket counts once, a delivery each time."""
+        return sum(
+            bucket.size_bytes
+            for bucket in (*self.buckets, *(bucket for delivery in self.deliveries for bucket in delivery.buckets))
+        )
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        return tuple(tensor for bucket in self.buckets for tensor in bucket.tensors)
+        """What travels, each once: of a tensor that travels in parts, each different part."""
+        return tuple(dict.fromkeys(tensor for bucket in self._parcels() for tensor in bucket.tensors))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Process groups that this plan needs, each once: that of all engines, then those of the deliveries."""
+        shared = [self.group_name] if self.buckets and self.folder is None else []
+        return tuple(dict.fromkeys([*shared, *(d.group_name for d in self.deliveries if d.group_name)]))
 
     @property
     def calls_per_engine(self) -> int:
-        """Calls of one transfer on an existing group: open, one a bucket, close."""
-        return len(self.buckets) + 2
+        """Calls that carry weights, to the engine that gets most of them. With files: fetch them, load them."""
+        if self.folder is not None:
+            return 2
+        return len(self.buckets) + max((len(delivery.buckets) for delivery in self.deliveries), default=0)
+
+    @property
+    def control_calls(self) -> int:
+        """Calls to an engine that carry none, in a push on groups that exist: pause, loading mark, begin, end,
+        checksums, version, version read back, flush, resume."""
+        return 9
 
     @property
     def deadline_s(self) -> float:
-        """Upper bound of the whole transfer: every call at its deadline, plus destroying and making the group."""
-        return self.call_deadline_s * (self.calls_per_engine + 3 + len(self.stale_groups))
+        """Upper bound of the whole transfer: every call at its deadline and one after the other at each sender, begin
+        and end, and destroying and making the groups."""
+        by_source: dict[int, int] = {}
+        for delivery in self.deliveries:
+            by_source[delivery.source] = by_source.get(delivery.source, 0) + len(delivery.buckets) + 3
+        rounds = max(self.calls_per_engine, len(self.buckets) + max(by_source.values(), default=0))
+        return self.call_deadline_s * (rounds + 5 + len(self.stale_groups))
 
 
 class EngineTransfer(_Message):
     """What became of one engine in a transfer. `error` is empty when every call of it succeeded."""
 
     url: str
-    calls: int = Field(ge=0)
+    calls: int = Field(ge=0, description="that carried weights")
+    control_calls: int = Field(0, ge=0, description="of the transfer that carried none")
     error: str = ""
     answered: bool = Field(description="False: a call got no answer (no connection, or past its deadline)")
     after_stop: bool = Field(False, description="it failed only after the transfer was stopped: likely a victim")
@@ -134,6 +248,7 @@ class EngineOutcome(_Message):
     identity: EngineIdentity
     state: EngineState
     calls: int = 0
+    control_calls: int = 0
     paused_s: float = 0.0
     reason: str = ""
 
@@ -151,6 +266,7 @@ class PushRecord(_Message):
     engines: tuple[EngineOutcome, ...]
     absent: tuple[str, ...] = Field((), description="engine URLs that did not answer when the set was frozen")
     calls_per_engine: int = 0
+    control_calls: int = 0
     bytes: int = 0
     paused_s: float = Field(0.0, description="longest pause of a serving engine")
     rounds: int = Field(0, description="transfers it took; more than 1 after the set changed under the push")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from rl360.errors import BadInput
-from rl360.weights.messages import Bucket, EngineSet, PushPlan, TensorSpec
+from rl360.weights.messages import Bucket, EngineSet, PushPlan, TensorSpec, Transport
 
 _FUSED = (
     (re.compile(r"\.(?:q|k|v)_proj\."), ".qkv_proj."),
@@ -77,12 +77,12 @@ def plan_push(
         raise BadInput(f"push of {version}: the trainer named no tensors")
     if bucket_bytes < 1:
         raise BadInput(f"bucket_bytes {bucket_bytes}: use at least 1")
-    if transport != "broadcast":
+    if transport != Transport.BROADCAST:
         raise BadInput(f"transport {transport!r} is unknown; use 'broadcast'")
     return PushPlan(
         run=run,
         version=version,
-        transport="broadcast",
+        transport=Transport.BROADCAST,
         engine_set=engines,
         group_name=group_name(engines),
         stale_groups=tuple(sorted(set(stale_groups))),

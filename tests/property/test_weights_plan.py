@@ -85,7 +85,7 @@ def test_plan_is_a_function_of_its_inputs_and_survives_the_wire(
     assert plan == make()
     assert PushPlan.model_validate_json(plan.model_dump_json()) == plan
     assert plan.total_bytes == sum(t.size_bytes for t in model)
-    assert plan.calls_per_engine == len(plan.buckets) + 2
+    assert plan.calls_per_engine == len(plan.buckets)
 
 
 def test_group_changes_with_the_set_only() -> None:
