@@ -4,6 +4,7 @@ What SGLang does with bad requests is measured (docs/weights.md): an unknown ten
 wrong shape ends the process, so names, shapes and dtypes are checked against the known tensors before a call leaves.
 Errors: `EngineSilent` (no answer: no connection, or past the deadline) and `EngineRefused` (it answered no), both
 `ServiceError`. The client holds no state about the engine.
+With an `epoch` every call carries it, and the engine's door (`rl360.engines.door`) refuses those of an epoch that is over.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import ssl
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
@@ -19,6 +21,7 @@ import orjson
 from rl360.errors import BadInput, ServiceError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
+EPOCH_HEADER = "X-RL360-Epoch"
 
 
 @functools.cache
@@ -45,6 +48,15 @@ class EngineRefused(ServiceError):
     def __init__(self, message: str, status: int = 200) -> None:
         super().__init__(message)
         self.status = status
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A version's files that an engine's host has fetched, checked and applied: the directory to load from there."""
+
+    dir: str
+    bytes: int
+    seconds: float
 
 
 class Tensor(Protocol):
@@ -78,12 +90,26 @@ def check_tensors(tensors: Sequence[Tensor], known: Mapping[str, Tensor]) -> Non
 
 
 class EngineClient:
-    """Control calls to one engine. `deadline_s` of a call defaults to the client's."""
+    """Control calls to one engine. `deadline_s` of a call defaults to the client's. `token`: of this deployment, for
+    the door; not for engines that somebody else started."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, deadline_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        http: httpx.AsyncClient,
+        deadline_s: float,
+        epoch: int | None = None,
+        token: str | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.deadline_s = deadline_s
+        self.epoch = epoch
         self._http = http
+        self._headers = {"content-type": "application/json"}
+        if epoch is not None:
+            self._headers[EPOCH_HEADER] = str(epoch)
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
 
     async def _call(self, method: str, path: str, body: Any = None, deadline_s: float | None = None) -> httpx.Response:
         deadline = self.deadline_s if deadline_s is None else deadline_s
@@ -92,7 +118,7 @@ class EngineClient:
         try:
             content = None if body is None else orjson.dumps(body)
             reply = await self._http.request(
-                method, self.url + path, content=content, headers={"content-type": "application/json"}, timeout=timeout
+                method, self.url + path, content=content, headers=self._headers, timeout=timeout
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineSilent(f"engine {self.url}{path}: no connection ({type(error).__name__})", False) from None
@@ -196,6 +222,52 @@ class EngineClient:
             "load_format": "flattened_bucket",
         }
         await self._ask("POST", "/update_weights_from_distributed", body, deadline_s)
+
+    async def update_from_disk(self, folder: str, version: str | None = None, deadline_s: float | None = None) -> None:
+        """Load a directory on its host. The engine keeps what it calls its weights unless a version is named."""
+        body: dict[str, Any] = {"model_path": folder, "flush_cache": False}
+        if version is not None:
+            body["weight_version"] = version
+        await self._ask("POST", "/update_weights_from_disk", body, deadline_s)
+
+    async def door(self, deadline_s: float | None = None) -> dict[str, Any] | None:
+        """`epoch`, `admitted_version`, `incarnation`, `started_at` and more of its door; None: it has no door."""
+        return await self._at_door("GET", "/rl360/door", None, deadline_s)
+
+    async def admit(self, version: str, deadline_s: float | None = None) -> bool:
+        """Let it generate: this epoch's push confirmed `version`. False: it has no door."""
+        body = {"epoch": self._epoch_for("admit"), "version": version}
+        return await self._at_door("POST", "/rl360/admit", body, deadline_s) is not None
+
+    async def bar(self, reason: str, deadline_s: float | None = None) -> bool:
+        """Let it generate nothing that it has not begun, until it is admitted. False: it has no door."""
+        body = {"epoch": self._epoch_for("bar"), "reason": reason}
+        return await self._at_door("POST", "/rl360/bar", body, deadline_s) is not None
+
+    async def pull(self, folder: str, version: str, base_version: str | None, deadline_s: float) -> Pulled | None:
+        """Have its host fetch a version's files and apply them to the base it holds; it serves meanwhile. None: it has
+        no door. `EngineRefused` with status 409: it does not hold that base."""
+        body = {"folder": folder, "version": version, "base_version": base_version}
+        reply = await self._at_door("POST", "/rl360/pull", body | {"epoch": self._epoch_for("pull")}, deadline_s)
+        if reply is None:
+            return None
+        try:
+            return Pulled(str(reply["dir"]), int(reply["bytes"]), float(reply["seconds"]))
+        except (KeyError, TypeError, ValueError):
+            raise EngineRefused(f"engine {self.url}/rl360/pull: unexpected reply {str(reply)[:200]}", 200) from None
+
+    def _epoch_for(self, what: str) -> int:
+        if self.epoch is None:
+            raise BadInput(f"engine {self.url}: {what} is an act of a push, give the client its epoch")
+        return self.epoch
+
+    async def _at_door(self, method: str, path: str, body: Any, deadline_s: float | None) -> dict[str, Any] | None:
+        try:
+            return await self._ask(method, path, body, deadline_s)
+        except EngineRefused as error:
+            if error.status == 404:
+                return None
+            raise
 
     async def checksums(self, deadline_s: float | None = None) -> dict[str, str]:
         """Checksum of every parameter it holds, by the engine's own names."""
