@@ -46,6 +46,14 @@ class TensorSpec(_Message):
         None, description="only this piece travels: axis, first row of it, number of rows; null: the whole tensor"
     )
 
+    @model_validator(mode="after")
+    def _part_is_inside(self) -> TensorSpec:
+        if self.part is not None:
+            axis, first, rows = self.part
+            if not 0 <= axis < len(self.shape) or first < 0 or rows < 1 or first + rows > self.shape[axis]:
+                raise ValueError(f"{self.name}: part {self.part} (axis, first, rows) is not inside shape {self.shape}")
+        return self
+
     @property
     def sent_shape(self) -> tuple[int, ...]:
         """Shape of what travels."""
@@ -79,6 +87,27 @@ class EngineSet(_Message):
     engines: tuple[EngineIdentity, ...] = Field(min_length=1)
 
 
+class EngineLayout(_Message):
+    """How every engine spreads the model over its ranks, as SGLang does with attention data parallelism off."""
+
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine")
+    ep: int = Field(
+        1, ge=1, description="expert-parallel groups; each owns one contiguous block of every layer's experts"
+    )
+    kv_heads: int | None = Field(None, ge=1, description="of the model; needed to cut k_proj and v_proj when tp > 1")
+
+    @model_validator(mode="after")
+    def _divides(self) -> EngineLayout:
+        if self.tp % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide tp {self.tp}: SGLang places ep groups inside the tp ranks")
+        return self
+
+    @property
+    def moe_tp(self) -> int:
+        """Ranks that share an expert, each with a slice of it."""
+        return self.tp // self.ep
+
+
 class Delivery(_Message):
     """What one sender brings to one rank of one engine, bucket by bucket. The n-th buckets of all ranks of an engine
     are one call to it."""
@@ -101,6 +130,7 @@ class PushPlan(_Message):
     stale_groups: tuple[str, ...] = Field((), description="groups of unfinished earlier pushes, destroyed first")
     buckets: tuple[Bucket, ...] = Field((), description="what every engine gets alike: broadcast, or a file each")
     call_deadline_s: float = Field(gt=0, description="for each call to an engine and each broadcast")
+    layout: EngineLayout = EngineLayout()
     sources: int = Field(1, ge=1, description="trainer ranks that can send")
     deliveries: tuple[Delivery, ...] = Field((), description="point to point; none for broadcast and files")
     base_version: str | None = Field(None, description="disk_delta: the version that the engines' files must hold")
@@ -141,10 +171,11 @@ class PushPlan(_Message):
         if not self.buckets and not self.deliveries:
             raise ValueError("a plan without buckets and deliveries sends nothing")
         for delivery in self.deliveries:
-            if delivery.engine >= len(self.engine_set.engines) or delivery.source >= self.sources:
+            engines = len(self.engine_set.engines)
+            if delivery.engine >= engines or delivery.rank >= self.layout.tp or delivery.source >= self.sources:
                 raise ValueError(
-                    f"delivery from source {delivery.source} to engine {delivery.engine}: the plan has {self.sources} "
-                    f"sources and {len(self.engine_set.engines)} engines"
+                    f"delivery from source {delivery.source} to rank {delivery.rank} of engine {delivery.engine}: "
+                    f"the plan has {self.sources} sources, and {engines} engines of {self.layout.tp} ranks"
                 )
         return self
 
@@ -184,9 +215,9 @@ class PushPlan(_Message):
 
     @property
     def control_calls(self) -> int:
-        """Calls to an engine that carry none, in a push on groups that exist: pause, loading mark, begin, end,
-        checksums, version, version read back, flush, resume."""
-        return 9
+        """Calls to an engine that carry none, in a push on groups that exist: pause, loading mark, checksums, version,
+        version read back, flush, resume; begin and end around tensors that are sent (files need neither)."""
+        return 7 if self.folder is not None else 9
 
     @property
     def deadline_s(self) -> float:

@@ -1,18 +1,24 @@
 """How a set of tensors travels to a frozen set of engines. Pure: same input, same plan.
 
-Tensors that an engine keeps as one parameter (q/k/v, gate/up, the experts of one layer's projection pair) stay in one
-bucket, so no bucket boundary leaves a parameter half new. Buckets are filled in the given order up to `bucket_bytes`;
-only a group that is larger by itself makes a bucket that exceeds it.
+Tensors that an engine keeps as one parameter (q/k/v, gate/up, MLA's two down-projections, the experts of one layer's
+w13 or w2) stay in one bucket. Buckets are filled in the given order up to `bucket_bytes`. A layer's experts that don't
+fit into one are divided between experts, never inside one; any other group that is larger makes a bucket of its own.
+Why it matters: SGLang loses MLA's pair without an error when its halves come in two calls; experts it takes one by one.
+What an engine rank needs follows SGLang's loaders (`rank_needs`); `engine_calls` and `source_order` are the two sides
+of a transfer, call by call.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import zip_longest
 
 from rl360.errors import BadInput
-from rl360.weights.messages import Bucket, EngineSet, PushPlan, TensorSpec, Transport
+from rl360.weights.messages import Bucket, Delivery, EngineLayout, EngineSet, PushPlan, TensorSpec, Transport
 
 _FUSED = (
     (re.compile(r"\.(?:q|k|v)_proj\."), ".qkv_proj."),
@@ -20,6 +26,16 @@ _FUSED = (
     (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2_"),
     (re.compile(r"\.(?:gate|up)_proj\."), ".gate_up_proj."),
 )
+_MLA = re.compile(r"\.(?:q_a_proj|kv_a_proj_with_mqa)\.")
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
+_VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to this before it cuts it
+_CUTS = (  # (name, axis that tensor parallelism cuts); whatever is not named here is whole on every rank
+    (re.compile(r"\.(?:q|k|v|q_b|kv_b|gate|up)_proj\.(?:weight|bias)$"), 0),
+    (re.compile(r"\.(?:o|down)_proj\.weight$"), 1),
+    (re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.weight$"), 0),
+)
+_KV = re.compile(r"\.(?:k|v)_proj\.")
+_VOCAB = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.weight$")
 
 
 def engine_name(name: str) -> str:
@@ -31,34 +47,198 @@ def engine_name(name: str) -> str:
     return name
 
 
+def together(name: str) -> str:
+    """Tensors with the same answer land in one call where a bucket can hold them."""
+    return _MLA.sub(".fused_qkv_a_proj_with_mqa.", engine_name(name))
+
+
+def expert_number(name: str) -> int | None:
+    """Number of the routed expert that this tensor belongs to; None for everything else, shared experts too."""
+    found = _EXPERT.match(name)
+    return int(found[2]) if found else None
+
+
+def _digest_name(*members: str) -> str:
+    digest = hashlib.sha256("\n".join(members).encode()).hexdigest()
+    return f"rl360-{digest[:16]}"
+
+
 def group_name(engine_set: EngineSet) -> str:
     """The process group of an engine set: the same receivers in the same order, the same name, whatever the epoch."""
-    members = "\n".join(f"{engine.url} {engine.incarnation}" for engine in engine_set.engines)
-    return f"rl360-{hashlib.sha256(members.encode()).hexdigest()[:16]}"
+    return _digest_name(*(f"{engine.url} {engine.incarnation}" for engine in engine_set.engines))
+
+
+def _units(tensors: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
+    """What must not be divided, in order of first appearance."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for tensor in tensors:
+        groups.setdefault(together(tensor.name), []).append(tensor)
+    for group in groups.values():
+        number = expert_number(group[0].name)
+        if number is None or sum(tensor.size_bytes for tensor in group) <= bucket_bytes:
+            yield group
+            continue
+        experts: dict[int | None, list[TensorSpec]] = {}
+        for tensor in group:
+            experts.setdefault(expert_number(tensor.name), []).append(tensor)
+        yield from experts.values()
 
 
 def fill_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Group tensors by engine parameter, then fill buckets in order of first appearance."""
-    groups: dict[str, list[TensorSpec]] = {}
-    seen: set[str] = set()
-    for tensor in tensors:
-        if tensor.name in seen:
-            raise BadInput(f"tensor {tensor.name} appears twice among those to push; each must travel once")
-        seen.add(tensor.name)
-        groups.setdefault(engine_name(tensor.name), []).append(tensor)
     buckets: list[Bucket] = []
     current: list[TensorSpec] = []
     current_bytes = 0
-    for group in groups.values():
-        group_bytes = sum(tensor.size_bytes for tensor in group)
-        if current and current_bytes + group_bytes > bucket_bytes:
+    for unit in _units(tensors, bucket_bytes):
+        unit_bytes = sum(tensor.size_bytes for tensor in unit)
+        if current and current_bytes + unit_bytes > bucket_bytes:
             buckets.append(Bucket(tensors=tuple(current)))
             current, current_bytes = [], 0
-        current.extend(group)
-        current_bytes += group_bytes
+        current.extend(unit)
+        current_bytes += unit_bytes
     if current:
         buckets.append(Bucket(tensors=tuple(current)))
     return tuple(buckets)
+
+
+def check_shapes(shapes: Sequence[TensorSpec], layout: EngineLayout) -> None:
+    """Refuse what no engine could hold: a tensor named twice, an empty one, experts not all there or not alike."""
+    seen: set[str] = set()
+    experts: dict[tuple[str, str], dict[int, TensorSpec]] = {}
+    for tensor in shapes:
+        if tensor.name in seen:
+            raise BadInput(f"tensor {tensor.name} appears twice among those to push; each must travel once")
+        seen.add(tensor.name)
+        if any(dim < 1 for dim in tensor.shape) or tensor.part is not None:
+            raise BadInput(f"tensor {tensor.name} has shape {tensor.shape}, part {tensor.part}: name whole tensors")
+        if found := _EXPERT.match(tensor.name):
+            experts.setdefault((found[1], found[3]), {})[int(found[2])] = tensor
+    sizes: dict[str, tuple[int, str]] = {}
+    for (layer, part), members in experts.items():
+        missing = next((n for n in range(len(members)) if n not in members), None)
+        if missing is not None:
+            raise BadInput(
+                f"{layer}: expert {missing} has no {part}, expert {max(members)} has; name all experts from 0"
+            )
+        first = members[0]
+        for tensor in members.values():
+            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+                raise BadInput(
+                    f"{tensor.name} is {tensor.shape} {tensor.dtype}, {first.name} {first.shape} {first.dtype}"
+                )
+        count, other = sizes.setdefault(layer, (len(members), part))
+        if count != len(members):
+            raise BadInput(
+                f"{layer}: {count} experts have {other}, {len(members)} have {part}; name all of every expert"
+            )
+        if count % layout.ep:
+            raise BadInput(f"{layer}: ep {layout.ep} does not divide its {count} experts")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One tensor's place in the layout: the axis that is cut, in how many pieces, each held by how many ranks in a row.
+    `experts` is 0 for what is no routed expert."""
+
+    tensor: TensorSpec
+    axis: int = 0
+    pieces: int = 1
+    copies: int = 1
+    rows: int = 0  # of a piece; the last may have fewer
+    expert: int = 0
+    experts: int = 0
+
+
+def _cut(tensor: TensorSpec, layout: EngineLayout, experts: dict[str, int]) -> _Cut:
+    found = _EXPERT.match(tensor.name)
+    pieces, copies = (layout.moe_tp if found else layout.tp), 1
+    axis = next((axis for pattern, axis in _CUTS if pattern.search(tensor.name)), None)
+    number, count = (int(found[2]), experts[found[1]]) if found else (0, 0)
+    if axis is None or pieces == 1:
+        return _Cut(tensor, expert=number, experts=count)
+    if axis >= len(tensor.shape):
+        raise BadInput(
+            f"tensor {tensor.name} has shape {tensor.shape}: tensor parallelism cuts axis {axis}, it has none"
+        )
+    rows, unit = tensor.shape[axis], 1
+    if _VOCAB.search(tensor.name):
+        unit = _VOCAB_MULTIPLE
+        padded = -(-rows // unit) * unit
+        if padded % pieces:
+            unit *= pieces
+            padded = -(-rows // unit) * unit
+        return _Cut(tensor, axis, pieces, 1, padded // pieces)
+    if _KV.search(tensor.name):
+        if layout.kv_heads is None:
+            raise BadInput(f"tensor {tensor.name} is cut by heads at tp {layout.tp}: name the model's kv_heads")
+        if rows % layout.kv_heads:
+            raise BadInput(
+                f"tensor {tensor.name} has shape {tensor.shape}: kv_heads {layout.kv_heads} do not divide it"
+            )
+        pieces, copies = min(pieces, layout.kv_heads), max(1, pieces // layout.kv_heads)
+        unit = rows // layout.kv_heads
+    if (rows // unit) % pieces or pieces * copies != (layout.moe_tp if found else layout.tp):
+        of = f"its {rows // unit} heads" if unit > 1 else f"axis {axis}"
+        raise BadInput(f"tensor {tensor.name} has shape {tensor.shape}: tp {layout.tp} does not divide {of}")
+    return _Cut(tensor, axis, pieces, copies, rows // pieces, number, count)
+
+
+def _held(cut: _Cut, layout: EngineLayout, rank: int) -> TensorSpec | None:
+    """The piece of a tensor that this rank holds; None when it holds none of it."""
+    tensor, place = cut.tensor, rank
+    if cut.experts:
+        if cut.expert // (cut.experts // layout.ep) != rank // layout.moe_tp:
+            return None
+        place = rank % layout.moe_tp
+    if cut.pieces == 1:
+        return tensor
+    first = place // cut.copies * cut.rows
+    rows = min(cut.rows, tensor.shape[cut.axis] - first)
+    return tensor.model_copy(update={"part": (cut.axis, first, rows)}) if rows > 0 else None
+
+
+def rank_needs(shapes: Sequence[TensorSpec], layout: EngineLayout) -> list[list[TensorSpec]]:
+    """What each rank of an engine holds, in the given order. As SGLang cuts it: attention heads, MLP widths and the
+    vocabulary (padded) over all ranks, k/v heads copied when there are fewer than ranks; rank r is in expert-parallel
+    group r // moe_tp, which owns a contiguous block of each layer's experts."""
+    experts: dict[str, int] = {}
+    for tensor in shapes:
+        if found := _EXPERT.match(tensor.name):
+            experts[found[1]] = max(experts.get(found[1], 0), int(found[2]) + 1)
+    cuts = [_cut(tensor, layout, experts) for tensor in shapes]
+    held = ((_held(cut, layout, rank) for cut in cuts) for rank in range(layout.tp))
+    return [[tensor for tensor in rank if tensor is not None] for rank in held]
+
+
+def _deliveries(
+    parcels: Sequence[tuple[Bucket, ...]], engines: EngineSet, sources: int, *, grouped: bool
+) -> tuple[Delivery, ...]:
+    """Every rank's parcel to every engine, the senders taking turns: as many as there are, but no more than targets.
+    An engine replaced in its place changes its own deliveries only."""
+    targets = [
+        (index, engine, rank)
+        for index, engine in enumerate(engines.engines)
+        for rank in range(len(parcels))
+        if parcels[rank]
+    ]
+    made = []
+    for number, (index, engine, rank) in enumerate(targets):
+        source = number % min(sources, len(targets))
+        name = _digest_name(f"source {source}", f"{engine.url} {engine.incarnation}", f"rank {rank}") if grouped else ""
+        made.append(Delivery(engine=index, rank=rank, source=source, group_name=name, buckets=parcels[rank]))
+    return tuple(made)
+
+
+def _check_files(transport: Transport, version: str, folder: str | None, base_version: str | None) -> None:
+    on_disk = transport in (Transport.DISK_DELTA, Transport.DISK_FULL)
+    if on_disk != (folder is not None):
+        raise BadInput(f"transport {transport}, folder {folder!r}: disk transports need one, the others take none")
+    if folder is not None and not folder.startswith(("/", "s3://")):
+        raise BadInput(f"folder {folder!r}: use an absolute path that engines can read, or s3://bucket/prefix")
+    if (transport is Transport.DISK_DELTA) != (base_version is not None):
+        raise BadInput(f"transport {transport}, base_version {base_version!r}: a delta needs one, the others take none")
+    if base_version == version:
+        raise BadInput(f"disk_delta from {base_version} to {version}: the base must be another version")
 
 
 def plan_push(
@@ -69,23 +249,122 @@ def plan_push(
     version: str,
     bucket_bytes: int,
     call_deadline_s: float,
-    transport: str = "broadcast",
+    transport: str = Transport.BROADCAST,
     stale_groups: Sequence[str] = (),
+    layout: EngineLayout | None = None,
+    sources: int = 1,
+    folder: str | None = None,
+    base_version: str | None = None,
 ) -> PushPlan:
-    """The plan that brings every tensor to every engine of the set exactly once."""
+    """The plan that brings every tensor to every engine rank that needs it, exactly once. `folder` and `base_version`
+    belong to the disk transports."""
+    layout = layout or EngineLayout()
     if not shapes:
         raise BadInput(f"push of {version}: the trainer named no tensors")
-    if bucket_bytes < 1:
-        raise BadInput(f"bucket_bytes {bucket_bytes}: use at least 1")
-    if transport != Transport.BROADCAST:
-        raise BadInput(f"transport {transport!r} is unknown; use 'broadcast'")
+    if bucket_bytes < 1 or sources < 1:
+        raise BadInput(f"bucket_bytes {bucket_bytes}, sources {sources}: use at least 1")
+    if transport not in list(Transport):
+        raise BadInput(f"transport {transport!r} is unknown; use one of {', '.join(Transport)}")
+    if len({engine.url for engine in engines.engines}) < len(engines.engines):
+        raise BadInput(f"the engine set of epoch {engines.epoch} names an engine twice")
+    kind = Transport(transport)
+    _check_files(kind, version, folder, base_version)
+    check_shapes(shapes, layout)
+    buckets: tuple[Bucket, ...] = ()
+    deliveries: tuple[Delivery, ...] = ()
+    if kind is Transport.DIRECT_EXPERTS:
+        experts = [tensor for tensor in shapes if expert_number(tensor.name) is not None]
+        if not experts:
+            raise BadInput("transport direct_experts: the model has no routed experts; use broadcast")
+        buckets = fill_buckets([tensor for tensor in shapes if expert_number(tensor.name) is None], bucket_bytes)
+        owned = [(Bucket(tensors=tuple(rank)),) for rank in rank_needs(experts, layout)]
+        deliveries = _deliveries(owned, engines, sources, grouped=True)
+    elif kind in (Transport.P2P, Transport.COLOCATED):
+        parcels = [fill_buckets(rank, bucket_bytes) for rank in rank_needs(shapes, layout)]
+        deliveries = _deliveries(parcels, engines, sources, grouped=kind is Transport.P2P)
+    else:
+        buckets = fill_buckets(shapes, bucket_bytes)
     return PushPlan(
         run=run,
         version=version,
-        transport=Transport.BROADCAST,
+        transport=kind,
         engine_set=engines,
         group_name=group_name(engines),
         stale_groups=tuple(sorted(set(stale_groups))),
-        buckets=fill_buckets(shapes, bucket_bytes),
+        buckets=buckets,
         call_deadline_s=call_deadline_s,
+        layout=layout,
+        sources=sources,
+        deliveries=deliveries,
+        base_version=base_version,
+        folder=folder,
     )
+
+
+class CallKind(StrEnum):
+    """What a call to an engine does."""
+
+    CONTROL = "control"  # nothing moves; the engine answers by itself
+    JOIN = "join"  # make a group: the call ends when all members are there
+    WEIGHTS = "weights"  # tensors arrive
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A bucket on its way to one rank of an engine. `rank` None: to all its ranks, `source` None: from files."""
+
+    group: str
+    source: int | None
+    rank: int | None
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to an engine. All its pieces move side by side, and it ends when all are there."""
+
+    kind: CallKind
+    name: str
+    group: str = ""
+    source: int = 0
+    pieces: tuple[Piece, ...] = ()
+
+
+def engine_calls(plan: PushPlan, engine: int, *, kept_groups: Iterable[str] = ()) -> list[Call]:
+    """The calls that this engine gets, in order. A group that is not kept is left (should it hold one of that name)
+    and joined first."""
+    kept = set(kept_groups)
+    mine = [delivery for delivery in plan.deliveries if delivery.engine == engine]
+    members = {plan.group_name: 0} if plan.buckets and plan.folder is None else {}
+    members |= {delivery.group_name: delivery.source for delivery in mine if delivery.group_name}
+    made = {name: source for name, source in members.items() if name not in kept}
+    calls = [Call(CallKind.CONTROL, "pause"), Call(CallKind.CONTROL, "loading mark")]
+    calls += [Call(CallKind.CONTROL, "leave", group) for group in sorted({*plan.stale_groups, *made})]
+    calls += [Call(CallKind.JOIN, "join", group, source) for group, source in made.items()]
+    if plan.folder is not None:
+        files = tuple(Piece("", None, None, bucket) for bucket in plan.buckets)
+        # files are fetched before the pause
+        calls = [Call(CallKind.WEIGHTS, "fetch", pieces=files), *calls, Call(CallKind.WEIGHTS, "load")]
+    else:
+        calls.append(Call(CallKind.CONTROL, "begin"))
+        for bucket in plan.buckets:
+            calls.append(Call(CallKind.WEIGHTS, "broadcast", pieces=(Piece(plan.group_name, 0, None, bucket),)))
+        for row in zip_longest(*(d.buckets for d in mine)):
+            pieces = [Piece(d.group_name, d.source, d.rank, b) for d, b in zip(mine, row, strict=True) if b is not None]
+            calls.append(Call(CallKind.WEIGHTS, "deliver", pieces=tuple(pieces)))
+        calls.append(Call(CallKind.CONTROL, "end"))
+    after = ("checksums", "version", "version read back", "flush", "resume")
+    return calls + [Call(CallKind.CONTROL, name) for name in after]
+
+
+def source_order(plan: PushPlan, source: int) -> Iterator[tuple[Delivery | None, Bucket]]:
+    """What a trainer rank sends, in order: rank 0 every broadcast bucket (None), then each rank the first bucket of
+    each of its deliveries in the plan's order, the second, and so on. So no two ranks can wait for each other."""
+    if source == 0 and plan.folder is None:
+        for bucket in plan.buckets:
+            yield None, bucket
+    mine = [delivery for delivery in plan.deliveries if delivery.source == source]
+    for row in zip_longest(*(delivery.buckets for delivery in mine)):
+        for delivery, bucket in zip(mine, row, strict=True):
+            if bucket is not None:
+                yield delivery, bucket

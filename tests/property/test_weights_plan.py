@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from rl360.engines.fleet import EngineIdentity
 from rl360.errors import BadInput
 from rl360.weights.messages import EngineSet, PushPlan, TensorSpec, loading_mark, parse_version, version_name
-from rl360.weights.plan import engine_name, fill_buckets, group_name, plan_push
+from rl360.weights.plan import expert_number, fill_buckets, group_name, plan_push, together
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DIM = st.integers(1, 64)
+DTYPES = ("bfloat16", "float32")
 
 
 @st.composite
@@ -36,15 +38,15 @@ def models(draw: st.DrawFn) -> list[TensorSpec]:
             names.append(f"{head}mlp.gate.weight")
         else:
             names += [f"{head}mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
-    names = draw(st.permutations(names))
-    return [
-        TensorSpec(
-            name=name,
-            shape=tuple(draw(st.lists(DIM, min_size=1, max_size=2))),
-            dtype=draw(st.sampled_from(["bfloat16", "float32"])),
-        )
-        for name in names
-    ]
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name in names:  # the experts of a layer are alike
+        shape = tuple(draw(st.lists(DIM, min_size=1, max_size=2)))
+        shapes.setdefault(re.sub(r"experts\.\d+", "experts", name), (shape, draw(st.sampled_from(DTYPES))))
+    made = []
+    for name in draw(st.permutations(names)):
+        shape, dtype = shapes[re.sub(r"experts\.\d+", "experts", name)]
+        made.append(TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype}))
+    return made
 
 
 @settings(max_examples=40)
@@ -54,16 +56,23 @@ def test_each_tensor_once_fused_together_and_bounded(model: list[TensorSpec], bu
     sent = [tensor for bucket in buckets for tensor in bucket.tensors]
     assert Counter(t.name for t in sent) == Counter(t.name for t in model)
     assert {t.name: t for t in sent} == {t.name: t for t in model}
-    place: dict[str, int] = {}
+    whole = Counter[str]()
+    for tensor in model:
+        whole[together(tensor.name)] += tensor.size_bytes
+
+    def unit(tensor: TensorSpec) -> tuple[str, int | None]:
+        """What must not be divided: a layer's experts may be, between experts, when they don't fit into a bucket."""
+        name = together(tensor.name)
+        return name, expert_number(tensor.name) if whole[name] > bucket_bytes else None
+
+    place: dict[tuple[str, int | None], int] = {}
     for number, bucket in enumerate(buckets):
         for tensor in bucket.tensors:
-            assert place.setdefault(engine_name(tensor.name), number) == number
-        parameters = {engine_name(t.name) for t in bucket.tensors}
-        assert bucket.size_bytes <= bucket_bytes or len(parameters) == 1
+            assert place.setdefault(unit(tensor), number) == number
+        assert bucket.size_bytes <= bucket_bytes or len({unit(t) for t in bucket.tensors}) == 1
     for left, right in itertools.pairwise(buckets):
-        first = engine_name(right.tensors[0].name)
-        group = sum(t.size_bytes for t in right.tensors if engine_name(t.name) == first)
-        assert left.size_bytes + group > bucket_bytes  # no bucket is cut short
+        first = sum(t.size_bytes for t in right.tensors if unit(t) == unit(right.tensors[0]))
+        assert left.size_bytes + first > bucket_bytes  # no bucket is cut short
 
 
 def engines(*marks: str, epoch: int = 1) -> EngineSet:
@@ -98,7 +107,9 @@ def test_group_changes_with_the_set_only() -> None:
 @given(models())
 def test_a_tensor_named_twice_is_refused(model: list[TensorSpec]) -> None:
     with pytest.raises(BadInput, match="appears twice"):
-        fill_buckets([*model, model[0]], 1000)
+        plan_push(
+            [*model, model[0]], engines("a"), run="demo", version="demo:3", bucket_bytes=1000, call_deadline_s=5.0
+        )
 
 
 @given(st.from_regex(r"[a-z0-9][a-z0-9-]{1,40}", fullmatch=True), st.integers(0, 10**6), st.integers(1, 100))
