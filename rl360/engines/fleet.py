@@ -1,6 +1,6 @@
 """The engines as a fleet: what an engine is, the states it may be in, and who may move it between them.
 
-The push task owns every slot while it runs; the supervisor only moves an engine out of the gateway when it dies. An
+A push owns its receivers while it runs, the keeper what it mends between pushes (fleet_log.py remembers both). An
 engine is an *incarnation*: one start of one process tree at one URL. SGLang has no id of its own start, so the
 incarnation is a digest of what its launch measured about itself (`/server_info`, `startup_time` and command line),
 which a restart changes; the process tree adds proof on this host.
@@ -41,7 +41,7 @@ _NEXT = {
     EngineState.CONFIRMED: {EngineState.SERVING, EngineState.SUSPECT, EngineState.DRAINING},
     EngineState.SERVING: {EngineState.LOADING, EngineState.DRAINING, EngineState.SUSPECT},
     EngineState.DRAINING: {EngineState.JOINING, EngineState.GONE, EngineState.SUSPECT},
-    EngineState.SUSPECT: {EngineState.FENCED, EngineState.LOADING},
+    EngineState.SUSPECT: {EngineState.FENCED, EngineState.LOADING, EngineState.JOINING},
     EngineState.FENCED: {EngineState.GONE},
     EngineState.GONE: set(),
 }

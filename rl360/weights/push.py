@@ -23,8 +23,10 @@ from safetensors import safe_open
 
 from rl360.config.run import PushConfig
 from rl360.config.services import Services
+from rl360.engines import members as fleet_members
 from rl360.engines.client import EngineClient, open_http
 from rl360.engines.fleet import EngineIdentity, EngineState, Probe, probe_fleet
+from rl360.engines.fleet_log import FleetLog
 from rl360.engines.gateway import GatewayClient
 from rl360.engines.processes import end_tree, tree_of_url
 from rl360.errors import BadInput, CleanupUnconfirmed, CorruptObject, EngineChurn, ServiceError
@@ -128,6 +130,8 @@ class _Push:
     def __post_init__(self) -> None:
         self.gateway = GatewayClient(self.services.gateway_url, self.http)
         self.probe_deadline_s = min(self.config.call_deadline_s, 30.0)
+        self.log = FleetLog(self.store)
+        self.members: dict[str, str] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -139,6 +143,11 @@ class _Push:
 
     def client(self, url: str) -> EngineClient:
         return EngineClient(url, self.http, self.config.call_deadline_s)
+
+    async def probe_members(self, deadline_s: float) -> list[Probe]:
+        """Ask every engine that is the fleet's now: the configured and the added ones, without the removed."""
+        self.members = fleet_members.members(await asyncio.to_thread(self.log.refresh), self.services.engine_urls)
+        return await probe_fleet([self.client(url) for url in self.members.values()], deadline_s)
 
     async def io(self, call: Callable[..., Any], *args: Any) -> Any:
         """The store blocks; keep it off the event loop."""
@@ -164,7 +173,7 @@ class _Push:
         with self.phase("settle"):
             # a receiver may sit in a broadcast of the unfinished push until that one's deadline
             patience_s = max([self.probe_deadline_s, *(with_slack_s(i.call_deadline_s) for i in intents)])
-            probes = await probe_fleet([self.client(url) for url in self.services.engine_urls], patience_s)
+            probes = await self.probe_members(patience_s)
             reclaimed = await self.settle(intents, probes)
         with self.phase("freeze"):
             members = await self.freeze(probes)
@@ -192,7 +201,7 @@ class _Push:
     async def still_holds(self, record: PushRecord) -> bool:
         """Whether every reachable engine is one the record confirmed, holds it now, and gets traffic."""
         confirmed = {engine.identity.url: engine.identity for engine in record.serving}
-        probes = await probe_fleet([self.client(url) for url in self.services.engine_urls], self.probe_deadline_s)
+        probes = await self.probe_members(self.probe_deadline_s)
         holding: set[str] = set()
         for probe in probes:
             if probe.identity is None and not probe.silent:
@@ -208,6 +217,8 @@ class _Push:
                 return False
             if checksum_digest(held) != record.checksum:
                 return False
+            if not await asyncio.to_thread(fleet_members.serves_again, self.log, self.members, probe.identity, record):
+                continue  # another owner is at it
             await self.gateway.add(probe.url, GATEWAY_DEADLINE_S)
             holding.add(probe.url)
         await self.gateway.keep_only(holding, GATEWAY_DEADLINE_S)
@@ -249,7 +260,7 @@ class _Push:
                     f"push of {self.version}: {len(members)} engines answer, min_engines is {need} ({reasons})"
                 )
             await asyncio.sleep(1.0)
-            probes = await probe_fleet([self.client(url) for url in self.services.engine_urls], self.probe_deadline_s)
+            probes = await self.probe_members(self.probe_deadline_s)
         inside = {member.url for member in members}
         await self.gateway.keep_only(inside, GATEWAY_DEADLINE_S)
         for probe in probes:
@@ -289,6 +300,9 @@ class _Push:
         try:
             for old in intents:
                 await self.io(fence.write_end, self.superseded(old, epoch))
+            refused = await asyncio.to_thread(fleet_members.claim, self.log, self.members, intent)
+            receivers.slots = [slot for slot in receivers.slots if slot.url not in refused]
+            self.absent += refused
             report = await self.deliver(receivers, held, [old.group_name for old in intents])
             record = self.record(receivers, held, report)
             kept = await self.publish(record)
@@ -379,7 +393,9 @@ class _Push:
         if await asyncio.to_thread(self.store.exists, fence.end_key(receivers.intent.epoch)):
             return  # a later push took the receivers over: they are its business now
         if await receivers.release():
-            await self.io(fence.write_end, self.failed(receivers))
+            record = self.failed(receivers)
+            await self.io(fence.write_end, record)
+            await asyncio.to_thread(fleet_members.settle, self.log, record)
 
     async def keep(self, record: PushRecord) -> PushRecord:
         """The step's `push.json`: written once. A later push of the same step is in its own `end.json` only."""
@@ -395,6 +411,7 @@ class _Push:
         await self.io(fence.note_version, self.run, self.version)
         if not await self.io(fence.write_end, record):
             raise EngineChurn(f"push epoch {record.epoch} was taken over by a later push")
+        await asyncio.to_thread(fleet_members.settle, self.log, record)
         return kept
 
     def already_held(self, last: PushRecord) -> PushRecord:
