@@ -223,6 +223,19 @@ class EngineClient:
         }
         await self._ask("POST", "/update_weights_from_distributed", body, deadline_s)
 
+    async def update_from_tensor(
+        self, tensors: Sequence[Tensor], known: Mapping[str, Tensor], handle: str, deadline_s: float
+    ) -> None:
+        """Load these tensors from memory of this host. `handle`: what SGLang unpickles into them, base64."""
+        check_tensors(tensors, known)
+        body = {"serialized_named_tensors": [handle], "flush_cache": False}
+        await self._ask("POST", "/update_weights_from_tensor", body, deadline_s)
+
+    async def transfer_engine(self, rank: int, deadline_s: float) -> Any:
+        """[session, {parameter: [address, elements, bytes an element]}] of an engine rank that others may write."""
+        reply = await self._ask("GET", f"/remote_instance_transfer_engine_info?rank={rank}", None, deadline_s)
+        return reply.get("remote_instance_transfer_engine_info")
+
     async def update_from_disk(self, folder: str, version: str | None = None, deadline_s: float | None = None) -> None:
         """Load a directory on its host. The engine keeps what it calls its weights unless a version is named."""
         body: dict[str, Any] = {"model_path": folder, "flush_cache": False}

@@ -117,6 +117,11 @@ class TrainerClient:
         body = ChecksumRequest(run=run, version=version)
         return await self._ask_as(ChecksumReply, "POST", "/push/checksums", body, deadline_s)
 
+    async def prepare(self, plan: PushPlan, deadline_s: float | None = None) -> None:
+        """Have the trainer do for this plan what can be done before the engines pause."""
+        deadline = plan.deadline_s if deadline_s is None else deadline_s
+        await self._ask("POST", "/push/prepare", plan.model_dump_json().encode(), deadline)
+
     async def transfer(self, plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
         """Send the plan's tensors to its engines; engines that failed are in the report."""
         deadline = plan.deadline_s if deadline_s is None else deadline_s

@@ -23,7 +23,9 @@ from rl360.store.layout import run_config_key, step_key
 from rl360.training import checkpoints
 from rl360.training.actors import rebuilt_from
 from rl360.training.replica import (
+    PUSH_DTYPE,
     Command,
+    DeliverWeights,
     GatherWeights,
     OpenRun,
     Position,
@@ -33,11 +35,9 @@ from rl360.training.replica import (
     export_dir,
 )
 from rl360.training.results import RESULT_NAME, TrainResult, commit_result, read_result
-from rl360.weights.broadcast import BroadcastTransport
 from rl360.weights.checksum import expected_checksums, tensor_specs
 from rl360.weights.messages import ChecksumReply, ChecksumRequest, PushPlan, TransferReport, parse_version
-
-PUSH_DTYPE = torch.bfloat16  # what the engines run
+from rl360.weights.transports import Senders
 
 
 class Conflict(Rl360Error):
@@ -89,7 +89,7 @@ class Director:
     ) -> None:
         self.replica, self.services, self.everyone = replica, services, everyone
         self.store = replica.store
-        self.transport = BroadcastTransport(address)
+        self.senders = Senders(address, self._deliver)
         self.pending: TrainResult | None = None  # applied in memory, not recorded yet
         self._cast: tuple[str, dict[str, torch.Tensor]] | None = None  # weights digest and what travels for it
 
@@ -218,10 +218,22 @@ class Director:
             version=body.version,
             tensors=tuple(tensor_specs(tensors)),
             checksums=expected_checksums(tensors),
+            sources=torch.distributed.get_world_size(),
         )
 
+    def prepare(self, plan: PushPlan) -> dict[str, Any]:
+        """What a transport can do before the engines pause; again, nothing is left to do."""
+        self.senders.prepare(plan, self._weights(plan.run, plan.version))
+        return {}
+
     def transfer(self, plan: PushPlan) -> TransferReport:
-        return self.transport.transfer(plan, self._weights(plan.run, plan.version))
+        """Carry out a plan by its transport; rank 0's part here, that of other sources on their ranks."""
+        return self.senders.transfer(plan, self._weights(plan.run, plan.version))
+
+    def _deliver(self, errand: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        if errand.plan.sources == 1:
+            return self.replica.lanes.deliver(errand, tensors)
+        return self.everyone(DeliverWeights(errand))
 
     def export(self, run: str, body: ExportBody) -> dict[str, Any]:
         """Write the weights in memory as a Hugging Face directory."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,14 +21,18 @@ from rl360.store.object_store import ObjectStore
 from rl360.training import actors, checkpoints
 from rl360.training.critic import Critic
 from rl360.training.megatron.hf_dir import write_dir
-from rl360.training.megatron.hf_map import digest_of
+from rl360.training.megatron.hf_map import digest_of, place_hf
 from rl360.training.megatron.model import Layout, parallel_state
-from rl360.training.megatron.parallel import refuse_other_copies, together
+from rl360.training.megatron.parallel import gathered, refuse_other_copies, together
 from rl360.training.megatron.policy import Optim, Policy, StepSums
 from rl360.training.megatron.witness import Witness
 from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch
 from rl360.training.results import Batch, StepStatus, TrainResult, parse_batch, read_samples
+from rl360.weights.transports import open_lanes
+
+if TYPE_CHECKING:
+    from rl360.weights.transports.lanes import Delivered, Errand, Lanes
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,15 @@ class GatherWeights:
     pass
 
 
-Command = OpenRun | TrainStep | SaveCheckpoint | GatherWeights
+@dataclass(frozen=True)
+class DeliverWeights:
+    """Send, each rank its part, what the plan has point to point."""
+
+    errand: Errand
+
+
+Command = OpenRun | TrainStep | SaveCheckpoint | GatherWeights | DeliverWeights
+PUSH_DTYPE = torch.bfloat16  # what the engines run
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,9 @@ class Position:
 class Replica:
     """One rank's part of the trainer."""
 
-    def __init__(self, store: ObjectStore, layout: Layout, incarnation: str) -> None:
+    def __init__(self, store: ObjectStore, layout: Layout, incarnation: str, lanes: Lanes | None = None) -> None:
         self.store, self.layout, self.incarnation = store, layout, incarnation
+        self.lanes = lanes or open_lanes()  # to the engines that this rank serves in a push
         self.policy: Policy | None = None
         self.critic: Critic | None = None  # of the policy's run, when its estimator needs one
         self.at: Position | None = None
@@ -100,6 +114,8 @@ class Replica:
             return self._train(command)
         if isinstance(command, SaveCheckpoint):
             return self._save(command)
+        if isinstance(command, DeliverWeights):
+            return self._deliver(command.errand)
         return self._held()[0].weights()
 
     def _held(self) -> tuple[Policy, Position]:
@@ -251,6 +267,18 @@ class Replica:
         done: dict[str, object] = {"weights_digest": digest_of(policy.weights())}
         done |= {"critic_digest": self._critic_digest(), "witness": None if witness is None else witness.report}
         return _outcome(sums, tokens, at) | done | (told if sums.applied else {})
+
+    def _deliver(self, errand: Errand) -> dict[int, Delivered]:
+        """What became of every engine, on all ranks. Nothing leaves any of them before all can send their part."""
+        policy, _ = self._held()
+        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        if errand.plan.sources > ranks:
+            raise BadInput(f"the plan has {errand.plan.sources} sources, the trainer {ranks} ranks; plan again")
+        wanted = [errand.names(source) for source in range(ranks)]
+        mine = place_hf(policy.core, policy.shape, policy.layout, wanted, PUSH_DTYPE)
+        together(lambda: self.lanes.check(errand, rank, mine))
+        found = together(lambda: self.lanes.deliver(errand, mine, rank))
+        return {engine: told for part in gathered(found) for engine, told in part.items()}
 
     # -- save ---------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from rl360.training.megatron import parallel
 from rl360.training.megatron.model import Layout
 from rl360.training.replica import Command, Replica
 from rl360.weights.messages import ChecksumRequest, PushPlan
+from rl360.weights.transports import open_lanes
 
 log = logging.getLogger("rl360.training")
 
@@ -155,6 +156,11 @@ def create_app(director: Director, commands: Commands, token: str, health: dict[
         body: ChecksumRequest = await _body(request, ChecksumRequest)
         return await ask(f"checksums {body.model_dump_json()}", lambda: director.checksums(body))
 
+    @app.post("/push/prepare")
+    async def prepare(request: Request) -> Response:
+        plan: PushPlan = await _body(request, PushPlan)
+        return await ask(f"prepare {plan.model_dump_json()}", lambda: director.prepare(plan))
+
     @app.post("/push/transfer")
     async def transfer(request: Request) -> Response:
         plan: PushPlan = await _body(request, PushPlan)
@@ -202,7 +208,8 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--address", default="127.0.0.1", help="where engines reach rank 0 during a push")
+    parser.add_argument("--address", default="127.0.0.1", help="where engines reach this host's ranks during a push")
+    parser.add_argument("--p2p-wire", default="gloo", choices=("gloo", "rdma"), help="what carries pushes by p2p")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel size")
@@ -221,9 +228,9 @@ def main(argv: list[str] | None = None) -> int:
         torch.use_deterministic_algorithms(True)  # replay must give the same bits
         torch.utils.deterministic.fill_uninitialized_memory = False
         parallel.enter(layout)
-        replica = Replica(
-            ObjectStore.from_services(services), layout, os.environ.get("RL360_INCARNATION") or uuid.uuid4().hex
-        )
+        incarnation = os.environ.get("RL360_INCARNATION") or uuid.uuid4().hex
+        lanes = open_lanes(options.address, options.p2p_wire)
+        replica = Replica(ObjectStore.from_services(services), layout, incarnation, lanes)
         if torch.distributed.get_world_size() > 1:
             waiting = torch.distributed.new_group(backend="gloo", timeout=_WAIT_FOR_COMMANDS)
             if torch.distributed.get_rank() != 0:

@@ -25,7 +25,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ORDER = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
 
 
-def _position(name: str) -> tuple[int, int]:
+def position(name: str) -> tuple[int, int]:
     """Where a part sits inside its engine parameter: expert, then projection."""
     expert, part = _EXPERT.search(name), _PART.search(name)
     return (int(expert[1]) if expert else 0, _ORDER[part[1]] if part else 0)
@@ -44,7 +44,7 @@ def expected_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     out = {}
     for fused, names in parts.items():
         digest = hashlib.sha256()
-        for name in sorted(names, key=_position):
+        for name in sorted(names, key=position):
             digest.update(raw_bytes(tensors[name]))
         out[fused] = digest.hexdigest()[:16]
     return out

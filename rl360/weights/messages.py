@@ -265,6 +265,7 @@ class ChecksumReply(_Message):
     version: str
     tensors: tuple[TensorSpec, ...]
     checksums: dict[str, str] = Field(description="engine's parameter name -> 16 hex digits")
+    sources: int = Field(1, ge=1, description="trainer ranks that can send")
 
 
 class PushStatus(StrEnum):

@@ -32,10 +32,10 @@ from rl360.store.layout import run_config_key, step_key
 from rl360.store.object_store import ObjectStore
 from rl360.training.client import TrainerClient
 from rl360.weights import fence
-from rl360.weights.broadcast import BroadcastTransport
 from rl360.weights.checksum import expected_checksums, tensor_specs
 from rl360.weights.messages import Bucket, ChecksumReply, PushPlan, PushRecord, PushStatus, TransferReport
 from rl360.weights.push import ensure_weights, push
+from rl360.weights.transports.broadcast import BroadcastTransport
 
 pytestmark = pytest.mark.contract
 

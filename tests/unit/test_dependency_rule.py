@@ -23,7 +23,7 @@ COMPUTES = (
     "rl360/objective/losses.py",
     "rl360/objective/corrections.py",
     "rl360/objective/kl.py",
-    "rl360/weights/broadcast.py",
+    "rl360/weights/transports/",
     "rl360/weights/checksum.py",
     "rl360/engines/launch.py",
     "rl360/engines/cpu_shims/",

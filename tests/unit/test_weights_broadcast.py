@@ -14,23 +14,24 @@ import torch.distributed as dist
 from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
 from rl360.engines.fleet import EngineIdentity
 from rl360.errors import BadInput, EngineChurn
-from rl360.weights.broadcast import BroadcastTransport, _Engine, _Loop, _TransferStopped, flatten, listen
 from rl360.weights.checksum import tensor_specs
 from rl360.weights.messages import Bucket, EngineSet, PushPlan
 from rl360.weights.plan import plan_push
+from rl360.weights.transports.broadcast import BroadcastTransport
+from rl360.weights.transports.common import Engine, Loop, TransferStopped, flatten, listen
 
 TENSORS = {"model.norm.weight": torch.arange(4, dtype=torch.bfloat16), "lm_head.weight": torch.ones(2, 3)}
 
 
 @pytest.fixture
-def loop() -> Iterator[_Loop]:
-    with _Loop() as running:
+def loop() -> Iterator[Loop]:
+    with Loop() as running:
         yield running
 
 
-def engines(count: int) -> list[_Engine]:
+def engines(count: int) -> list[Engine]:
     http = httpx.AsyncClient()
-    return [_Engine(EngineClient(f"http://127.0.0.1:{i}", http, 1.0), i) for i in range(1, count + 1)]
+    return [Engine(EngineClient(f"http://127.0.0.1:{i}", http, 1.0), i) for i in range(1, count + 1)]
 
 
 def plan(epoch: int = 1) -> PushPlan:
@@ -40,37 +41,37 @@ def plan(epoch: int = 1) -> PushPlan:
     )
 
 
-def test_every_failure_is_in_the_record_of_its_engine(loop: _Loop) -> None:
+def test_every_failure_is_in_the_record_of_its_engine(loop: Loop) -> None:
     fleet = engines(3)
 
-    async def call(engine: _Engine) -> None:
+    async def call(engine: Engine) -> None:
         if engine.rank == 1:
             raise EngineRefused("no")
         if engine.rank == 2:
             raise EngineSilent("nothing")
 
-    with pytest.raises(_TransferStopped, match=r"failed on http://127\.0\.0\.1:1, http://127\.0\.0\.1:2"):
+    with pytest.raises(TransferStopped, match=r"failed on http://127\.0\.0\.1:1, http://127\.0\.0\.1:2"):
         BroadcastTransport()._everywhere(fleet, loop, call, 1.0)
     assert [(engine.error, engine.answered) for engine in fleet] == [("no", True), ("nothing", False), ("", True)]
 
 
-def test_a_call_that_never_ends_counts_as_unanswered(loop: _Loop) -> None:
+def test_a_call_that_never_ends_counts_as_unanswered(loop: Loop) -> None:
     fleet = engines(2)
 
-    async def call(engine: _Engine) -> None:
+    async def call(engine: Engine) -> None:
         await asyncio.sleep(60 if engine.rank == 1 else 0)
 
-    with pytest.raises(_TransferStopped):
+    with pytest.raises(TransferStopped):
         BroadcastTransport()._everywhere(fleet, loop, call, -1.5)  # half a second with the slack
     assert "still open" in fleet[0].error and not fleet[0].answered
     assert not fleet[1].error
 
 
-def test_an_error_of_our_own_is_raised_and_blames_no_engine(loop: _Loop) -> None:
+def test_an_error_of_our_own_is_raised_and_blames_no_engine(loop: Loop) -> None:
     """Taken for an engine's silence it would have that engine, or its neighbours, fenced and killed."""
     fleet = engines(3)
 
-    async def call(engine: _Engine) -> None:
+    async def call(engine: Engine) -> None:
         if engine.rank == 1:
             raise BadInput("a defect of the caller")
         await asyncio.sleep(0.1)
@@ -84,7 +85,7 @@ def test_a_plan_of_other_tensors_or_of_an_older_epoch_touches_nothing() -> None:
     transport = BroadcastTransport()
     with pytest.raises(BadInput, match=r"plan names .*the trainer holds"):
         transport.transfer(plan(), TENSORS | {"lm_head.weight": torch.ones(3, 2)})
-    transport._epoch = 5
+    transport.turn.epoch = 5
     with pytest.raises(EngineChurn, match="push epoch 4 is over: epoch 5 has begun"):
         transport.transfer(plan(epoch=4), TENSORS)
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from rl360.errors import BadInput
-from rl360.weights.broadcast import BroadcastTransport, flatten
 from rl360.weights.checksum import expected_checksums, tensor_specs
 from rl360.weights.messages import Bucket, PushPlan
 from rl360.weights.plan import plan_push
+from rl360.weights.transports.broadcast import BroadcastTransport
+from rl360.weights.transports.common import flatten
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ stack and reorder, a checkpoint made of them can be restored under another split
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -156,13 +156,10 @@ def load_hf(
         raise BadInput(f"the weights hold {len(left)} tensors that the model does not have, first {left[0]}")
 
 
-@torch.no_grad()
-def gather_hf(
-    model: torch.nn.Module, shape: ModelShape, layout: Layout, value_of: Value = lambda param: param
-) -> dict[str, torch.Tensor]:
-    """Full tensors by sorted Hugging Face name on rank 0 (CPU, contiguous), {} elsewhere. Collective over all ranks."""
-    mine: dict[str, torch.Tensor] = {}
-    dense_owner = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+def _over_tensor_groups(
+    model: torch.nn.Module, shape: ModelShape, layout: Layout, value_of: Value
+) -> Iterator[tuple[Entry, list[torch.Tensor]]]:
+    """Every local parameter but second copies, and its parts of all ranks of its tensor group. Collective in those."""
     for entry in entries(model, shape, layout):
         if entry.copy:
             continue
@@ -172,9 +169,49 @@ def gather_hf(
         if group.size() > 1:
             parts = [torch.empty_like(local) for _ in range(group.size())]
             torch.distributed.all_gather(parts, local.contiguous(), group=group)
+        yield entry, parts
+
+
+@torch.no_grad()
+def place_hf(
+    model: torch.nn.Module, shape: ModelShape, layout: Layout, wanted: Sequence[Collection[str]], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """On each rank the full tensors that `wanted` names for it, as `dtype` (CPU, contiguous). Collective over all.
+
+    What a rank and its tensor group hold doesn't travel; the rest comes from the lowest rank that holds it.
+    """
+    rank, someone = torch.distributed.get_rank(), {name for names in wanted for name in names}
+    held: dict[str, torch.Tensor] = {}
+    for entry, parts in _over_tensor_groups(model, shape, layout, lambda param: param):
+        if someone.intersection(entry.names):
+            full = _join(entry, parts, shape)
+            held.update((n, t.to(dtype).contiguous().cpu()) for n, t in zip(entry.names, full, strict=True))
+    holders: list[Any] = [None] * len(wanted)
+    torch.distributed.all_gather_object(holders, {name: tensor.shape for name, tensor in held.items()})
+    for name in sorted(someone):
+        owner = next((r for r, names in enumerate(holders) if name in names), None)
+        if owner is None:
+            raise BadInput(f"tensor {name}: no rank of the trainer holds it; plan again")
+        for receiver in (r for r, names in enumerate(wanted) if name in names and name not in holders[r]):
+            if rank == receiver:
+                held[name] = torch.empty(holders[owner][name], dtype=dtype)
+                torch.distributed.recv(held[name].view(torch.uint8), owner)
+            elif rank == owner:
+                torch.distributed.send(held[name].view(torch.uint8), receiver)
+    return {name: held[name] for name in wanted[rank]}
+
+
+@torch.no_grad()
+def gather_hf(
+    model: torch.nn.Module, shape: ModelShape, layout: Layout, value_of: Value = lambda param: param
+) -> dict[str, torch.Tensor]:
+    """Full tensors by sorted Hugging Face name on rank 0 (CPU, contiguous), {} elsewhere. Collective over all ranks."""
+    mine: dict[str, torch.Tensor] = {}
+    dense_owner = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+    for entry, parts in _over_tensor_groups(model, shape, layout, value_of):
         owner = dense_owner
         if entry.expert:
-            owner = group.rank() == 0 and parallel_state.get_expert_data_parallel_rank() == 0
+            owner = _tensor_group(entry).rank() == 0 and parallel_state.get_expert_data_parallel_rank() == 0
         if owner:
             full = _join(entry, parts, shape)
             mine.update((n, t.contiguous().cpu().clone()) for n, t in zip(entry.names, full, strict=True))

@@ -1,0 +1,188 @@
+"""Transport "broadcast": the trainer's rank 0 sends buckets to all engines of a plan over one group.
+
+The group is kept while the engine set stays the same and rebuilt when it changes. Each bucket is one broadcast,
+concurrent with one HTTP call per engine. A failure closes the group, which frees the engines that wait in it, and is
+reported by engine: the caller decides who is fenced. `transfer` blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
+
+from rl360.engines.client import EngineClient, open_http
+from rl360.weights.messages import Bucket, PushPlan, TensorSpec, TransferReport
+from rl360.weights.transports import common
+from rl360.weights.transports.common import Engine, Group, Loop, Tensors, TransferStopped, Turn
+
+
+class BroadcastTransport:
+    """Owns the group between pushes. `address` is where engines reach this process."""
+
+    def __init__(self, address: str = "127.0.0.1", turn: Turn | None = None) -> None:
+        self.address = address
+        self.turn = turn or Turn()
+        self._group: Group | None = None
+        self._left: set[str] = set()  # groups this side left and engines may still hold
+
+    def prepare(self, plan: PushPlan, tensors: Tensors) -> None:
+        """Refuse what `transfer` would refuse."""
+        self._check(plan, tensors)
+
+    def transfer(self, plan: PushPlan, tensors: Tensors) -> TransferReport:
+        """Send every bucket to every engine. Bad tensors raise `BadInput` before anything is sent."""
+        self._check(plan, tensors)
+        with self.turn.taken(plan) as may_reuse, Loop() as loop:
+            return self._transfer(plan, tensors, loop, may_reuse=may_reuse)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._drop_group()
+
+    def _check(self, plan: PushPlan, tensors: Tensors) -> None:
+        common.check_tensors_held(plan.tensors, tensors)
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            self._left.add(group.name)
+            group.leave()
+
+    def _transfer(self, plan: PushPlan, tensors: Tensors, loop: Loop, *, may_reuse: bool) -> TransferReport:
+        began = time.monotonic()
+        http = open_http()
+        engines = [
+            Engine(EngineClient(engine.url, http, plan.call_deadline_s, plan.engine_set.epoch), rank)
+            for rank, engine in enumerate(plan.engine_set.engines, start=1)
+        ]
+        reused = may_reuse and self._group is not None and self._group.name == plan.group_name
+        sent_bytes, error, sent = 0, "", False
+        try:
+            if not reused:
+                self._build_group(plan, engines, loop, common.backend_of(tensors))
+            self._everywhere(engines, loop, common.begin_update, plan.call_deadline_s)
+            known = {tensor.name: tensor for tensor in plan.tensors}
+            for bucket in plan.buckets:
+                self._send(bucket, tensors, known, plan, engines, loop)
+                sent_bytes += bucket.size_bytes
+            more_bytes, pairs_reused = self._send_rest(plan, tensors, engines, may_reuse)
+            sent_bytes, reused = sent_bytes + more_bytes, reused and pairs_reused
+            self._everywhere(engines, loop, common.end_update, plan.call_deadline_s)
+            sent = True
+        except TransferStopped as stopped:
+            error = str(stopped)
+        finally:
+            if not sent:
+                self._drop_group()
+            loop.start(http.aclose()).result(timeout=10)
+        reports = [engine.report() for engine in engines]
+        return common.report_of(plan, reports, began=began, sent_bytes=sent_bytes, reused=reused, error=error)
+
+    def _send_rest(self, plan: PushPlan, tensors: Tensors, engines: list[Engine], may_reuse: bool) -> tuple[int, bool]:
+        """What doesn't travel by broadcast: nothing here. Bytes sent, and whether all groups of it were there."""
+        return 0, True
+
+    def _build_group(self, plan: PushPlan, engines: list[Engine], loop: Loop, backend: str) -> None:
+        """Leave every older group, then meet the engines in a new one."""
+        self._drop_group()
+        old = self._left | {*plan.stale_groups, plan.group_name}
+        for name in sorted(old):
+            self._everywhere(engines, loop, partial(common.leave_group, name=name), plan.call_deadline_s)
+        self._left.clear()
+        world_size = len(engines) + 1
+        store = common.listen(self.address, plan.call_deadline_s)
+
+        def join(engine: Engine) -> Awaitable[object]:
+            return engine.client.init_group(
+                plan.group_name,
+                address=self.address,
+                port=store.port,
+                rank=engine.rank,
+                world_size=world_size,
+                backend=backend,
+                deadline_s=plan.call_deadline_s,
+            )
+
+        calls = [loop.start(common.recorded(engine, common.control(engine, join(engine)))) for engine in engines]
+        try:
+            pg = common.connect(plan.group_name, store, world_size, plan.call_deadline_s, backend)
+        except RuntimeError as error:  # torch's DistError family: a member did not come in time
+            del store
+            self._settle(calls, engines, plan.call_deadline_s)
+            raise TransferStopped(f"the group did not meet: {common.first_line(error)}") from None
+        self._group = Group(plan.group_name, pg, store)
+        self._settle(calls, engines, plan.call_deadline_s)
+        self._stop_on_error(engines, "joining the group")
+
+    def _send(
+        self,
+        bucket: Bucket,
+        tensors: Tensors,
+        known: Mapping[str, TensorSpec],
+        plan: PushPlan,
+        engines: list[Engine],
+        loop: Loop,
+    ) -> None:
+        """One bucket: the engines' calls and the broadcast, side by side, until all are done or one failed."""
+        assert self._group is not None
+        payload = common.flatten(bucket, tensors)
+        until = time.monotonic() + plan.call_deadline_s
+
+        def receive(engine: Engine) -> Awaitable[object]:
+            update = engine.client.update_from_distributed
+            return update(bucket.tensors, known, plan.group_name, plan.call_deadline_s)
+
+        calls = [loop.start(common.recorded(engine, common.carrying(engine, receive(engine)))) for engine in engines]
+        problem = ""
+        try:
+            work = common.start_broadcast(self._group, payload)
+            while not (work.is_completed() and all(call.done() for call in calls)):
+                broken = any(call.done() and call.exception() for call in calls)
+                if broken or any(engine.error for engine in engines) or time.monotonic() > until:
+                    problem = "an engine refused, died or did not answer in time"
+                    break
+                time.sleep(common.POLL_S)
+            if not problem:
+                work.wait()
+        except RuntimeError as error:  # a connection closed under the broadcast, or its deadline passed
+            problem = f"broadcast: {common.first_line(error)}"
+        if problem:
+            first = {engine.rank for engine in engines if engine.error}
+            self._drop_group()
+            # those that only waited for the broken broadcast answer now; give them a moment, and no more
+            self._settle(calls, engines, min(5.0, plan.call_deadline_s))
+            for engine in engines:
+                engine.after_stop = bool(engine.error) and engine.answered and engine.rank not in first
+            raise TransferStopped(problem)
+        self._stop_on_error(engines, "receiving a bucket")
+
+    def _everywhere(
+        self, engines: list[Engine], loop: Loop, call: Callable[[Engine], Awaitable[object]], deadline_s: float
+    ) -> None:
+        """The same call to every engine at once; a failure stops the transfer."""
+        calls = [loop.start(common.recorded(engine, call(engine))) for engine in engines]
+        self._settle(calls, engines, deadline_s)
+        self._stop_on_error(engines, "a control call")
+
+    @staticmethod
+    def _settle(calls: list[Future[None]], engines: list[Engine], deadline_s: float) -> None:
+        """Wait for the calls; one that outlasts its own deadline counts as unanswered.
+
+        What engines do is in their records. Any other error is ours: it is raised, and no engine is blamed for it.
+        """
+        wait(calls, timeout=deadline_s + 2.0)
+        for call, engine in zip(calls, engines, strict=True):
+            if not call.done():
+                call.cancel()
+                common.unanswered(engine, deadline_s)
+        for call in calls:
+            if not call.cancelled():
+                call.result()
+
+    @staticmethod
+    def _stop_on_error(engines: list[Engine], doing: str) -> None:
+        failed = [engine.url for engine in engines if engine.error]
+        if failed:
+            raise TransferStopped(f"{doing} failed on {', '.join(failed)}")

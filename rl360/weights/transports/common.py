@@ -1,0 +1,261 @@
+"""What the transports share: process groups with engines, calls to engines and their records, one transfer at a time.
+
+A group is built as SGLang's `init_custom_process_group` builds its side: a TCPStore of the sender, the same prefixes.
+gloo carries tensors on the CPU. NCCL is chosen when the trainer's tensors are on CUDA; that was not run on a GPU.
+Every call and every send ends by the plan's `call_deadline_s`. What an engine does is in its `Engine` record; any other
+error is the sender's own: it is raised, and no engine is blamed for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
+from rl360.errors import BadInput, EngineChurn, Rl360Error, ServiceError
+from rl360.weights.checksum import tensor_specs
+from rl360.weights.messages import Bucket, EngineTransfer, PushPlan, TensorSpec, TransferReport
+
+POLL_S = 0.002
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Group:
+    """A live process group in which this process is rank 0. Dropping both members closes the sockets."""
+
+    name: str
+    pg: Any
+    store: Any
+
+    def leave(self) -> None:
+        """Close the connections at once: who waits in the group, here or in an engine, gets an error and goes on."""
+        self.pg.abort()
+
+
+@dataclass
+class Engine:
+    """One receiver during one transfer."""
+
+    client: EngineClient
+    rank: int = 1
+    calls: int = 0
+    control_calls: int = 0
+    error: str = ""
+    answered: bool = True
+    after_stop: bool = False
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    def report(self) -> EngineTransfer:
+        return EngineTransfer(
+            url=self.url,
+            calls=self.calls,
+            control_calls=self.control_calls,
+            error=self.error,
+            answered=self.answered,
+            after_stop=self.after_stop,
+        )
+
+
+class SenderFault(Rl360Error):
+    """This process cannot send; no engine is to blame. Safe to retry."""
+
+
+class TransferStopped(Exception):
+    """A send or a call of the running transfer failed; the engines' own errors say more."""
+
+
+@dataclass
+class Loop:
+    """An event loop in a thread, so that HTTP calls run while another thread is inside a send."""
+
+    threads: int = 1
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def __enter__(self) -> Loop:
+        # what blocks (meeting in a group) waits in a thread of its own: one stuck engine takes no turn of another's
+        self.loop.set_default_executor(ThreadPoolExecutor(self.threads, "push-blocking"))
+        self._thread = threading.Thread(target=self.loop.run_forever, name="push-calls", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=5)
+        self.loop.close()
+
+    def start(self, call: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(call, self.loop)
+
+
+class Turn:
+    """Who may send from this process: one transfer at a time, and no plan of an older epoch than one already seen."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self, plan: PushPlan) -> Iterator[bool]:
+        """Wait for the turn. Yields whether groups of earlier transfers may be used again."""
+        if not self._lock.acquire(timeout=plan.deadline_s):
+            raise ServiceError(f"an earlier transfer still runs after {plan.deadline_s:g} s")
+        try:
+            epoch = plan.engine_set.epoch
+            if epoch < self.epoch:
+                raise EngineChurn(f"push epoch {epoch} is over: epoch {self.epoch} has begun")
+            # an epoch that was not ours lies between: somebody else may have met these engines under the group's name
+            alone = epoch <= self.epoch + 1
+            self.epoch = epoch
+            yield alone and not plan.stale_groups
+        finally:
+            self._lock.release()
+
+
+def check_tensors_held(specs: tuple[TensorSpec, ...], tensors: Tensors) -> None:
+    """`BadInput` unless `tensors` are what the plan says, name by name, in shape and dtype."""
+    held = {spec.name: spec for spec in tensor_specs({s.name: tensors[s.name] for s in specs if s.name in tensors})}
+    for spec in specs:
+        if spec.part is not None:
+            raise BadInput(
+                f"plan cuts tensor {spec.name} for an engine of several tensor-parallel ranks; SGLang takes whole "
+                "tensors and cuts them itself: plan with engines of one rank"
+            )
+        if held.get(spec.name) != spec:
+            raise BadInput(f"plan names {spec}, the trainer holds {held.get(spec.name)}; plan again")
+
+
+def listen(address: str, timeout_s: float) -> Any:
+    """The group's TCPStore on a free port of `address` alone: left to itself it listens on every interface."""
+    try:
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address,
+            port,
+            None,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    except (RuntimeError, OSError) as error:
+        raise SenderFault(f"cannot listen on {address} for the engines: {first_line(error)}") from None
+
+
+def backend_of(tensors: Tensors) -> str:
+    """What carries these tensors; all of them are on one kind of device."""
+    kinds = {tensor.device.type for tensor in tensors.values()}
+    if kinds - {"cpu"} and kinds != {"cuda"}:
+        raise BadInput(
+            f"the trainer's tensors are on {', '.join(sorted(kinds))}; a push needs all on cpu or all on cuda"
+        )
+    return "nccl" if kinds == {"cuda"} else "gloo"
+
+
+def connect(name: str, store: Any, world_size: int, timeout_s: float, backend: str) -> Any:
+    """Rank 0's backend, with the store prefixes that torch's `_new_process_group_helper` gives SGLang's side."""
+    device = "cuda" if backend == "nccl" else "cpu"
+    prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(prefixed, 0, world_size, timedelta(seconds=timeout_s))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(prefixed, 0, world_size, options)
+
+
+def start_broadcast(group: Group, payload: torch.Tensor) -> Any:
+    """Begin to send `payload` to all other members; the work to poll and to wait for."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.pg.broadcast([payload], options)
+
+
+def flatten(bucket: Bucket, tensors: Tensors) -> torch.Tensor:
+    """The bucket's tensors back to back, on their device: uint8 [size_bytes]."""
+    return torch.cat([tensors[t.name].detach().contiguous().reshape(-1).view(torch.uint8) for t in bucket.tensors])
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+def report_of(
+    plan: PushPlan,
+    engines: list[EngineTransfer],
+    *,
+    began: float,
+    sent_bytes: int,
+    reused: bool,
+    error: str,
+) -> TransferReport:
+    """The account of a transfer that began at `began` (monotonic)."""
+    return TransferReport(
+        ok=not error,
+        engines=tuple(engines),
+        sent_bytes=sent_bytes,
+        seconds=round(time.monotonic() - began, 6),
+        group_name=plan.group_name,
+        group_reused=reused,
+        error=error,
+    )
+
+
+async def carrying(engine: Engine, call: Awaitable[object]) -> None:
+    """A call that carries weights."""
+    engine.calls += 1
+    await call
+
+
+async def control(engine: Engine, call: Awaitable[object]) -> None:
+    engine.control_calls += 1
+    await call
+
+
+async def leave_group(engine: Engine, name: str) -> None:
+    await control(engine, engine.client.destroy_group(name))
+
+
+async def begin_update(engine: Engine) -> None:
+    """Open an update session; one left open by a transfer that died is closed first."""
+    try:
+        await control(engine, engine.client.begin_weight_update())
+    except EngineRefused as error:
+        if "already open" not in str(error):
+            raise
+        await end_update(engine)
+        await control(engine, engine.client.begin_weight_update())
+
+
+async def end_update(engine: Engine) -> None:
+    await control(engine, engine.client.end_weight_update())
+
+
+async def recorded(engine: Engine, call: Awaitable[object]) -> None:
+    """Turn an engine's failure into its record; the first one counts."""
+    try:
+        await call
+    except EngineSilent as error:
+        engine.error, engine.answered = engine.error or str(error), False
+    except ServiceError as error:
+        engine.error = engine.error or str(error)
+
+
+def unanswered(engine: Engine, deadline_s: float) -> None:
+    """Record that a call outlasted its own deadline."""
+    engine.error = engine.error or f"engine {engine.url}: call still open after {deadline_s:g} s"
+    engine.answered = False
