@@ -4,12 +4,13 @@ What SGLang does with bad requests is measured (docs/weights.md): an unknown ten
 wrong shape ends the process, so names, shapes and dtypes are checked against the known tensors before a call leaves.
 Errors: `EngineSilent` (no answer: no connection, or past the deadline) and `EngineRefused` (it answered no), both
 `ServiceError`. The client holds no state about the engine.
-With an `epoch` every call carries it, and the engine's door (`rl360.engines.door`) refuses those of an epoch that is over.
+With an `epoch` every call carries it; the engine's door (`rl360.engines.door`) refuses those of an epoch that is over.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import httpx
 import orjson
 
+from rl360.config.services import service_token
 from rl360.errors import BadInput, ServiceError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -32,6 +34,11 @@ def _ssl_context() -> ssl.SSLContext:
 def open_http() -> httpx.AsyncClient:
     """A client for control calls; loading certificates costs more than a push's calls do, so it happens once."""
     return httpx.AsyncClient(verify=_ssl_context())
+
+
+def deployment_token() -> str | None:
+    """The token of the file that RL360_TOKEN_FILE names; None when it names none."""
+    return service_token() if os.environ.get("RL360_TOKEN_FILE") else None
 
 
 class EngineSilent(ServiceError):

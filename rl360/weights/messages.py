@@ -239,6 +239,7 @@ class EngineTransfer(_Message):
     error: str = ""
     answered: bool = Field(description="False: a call got no answer (no connection, or past its deadline)")
     after_stop: bool = Field(False, description="it failed only after the transfer was stopped: likely a victim")
+    note: str = Field("", description="what went another way than planned, e.g. all tensors where a base was missing")
 
 
 class TransferReport(_Message):
