@@ -4,8 +4,7 @@ Tensors that an engine keeps as one parameter (q/k/v, gate/up, MLA's two down-pr
 w13 or w2) stay in one bucket. Buckets are filled in the given order up to `bucket_bytes`. A layer's experts that don't
 fit into one are divided between experts, never inside one; any other group that is larger makes a bucket of its own.
 Why it matters: SGLang loses MLA's pair without an error when its halves come in two calls; experts it takes one by one.
-What an engine rank needs follows SGLang's loaders (`rank_needs`); `engine_calls` and `source_order` are the two sides
-of a transfer, call by call.
+What an engine rank needs follows SGLang's loaders (`rank_needs`). `weights/calls.py` spells a plan out, call by call.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from itertools import zip_longest
 
 from rl360.errors import BadInput
 from rl360.weights.messages import Bucket, Delivery, EngineLayout, EngineSet, PushPlan, TensorSpec, Transport
@@ -28,6 +25,7 @@ _FUSED = (
 )
 _MLA = re.compile(r"\.(?:q_a_proj|kv_a_proj_with_mqa)\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"^.*\.layers\.\d+\.")
 _VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to this before it cuts it
 _CUTS = (  # (name, axis that tensor parallelism cuts); whatever is not named here is whole on every rank
     (re.compile(r"\.(?:q|k|v|q_b|kv_b|gate|up)_proj\.(?:weight|bias)$"), 0),
@@ -68,20 +66,22 @@ def group_name(engine_set: EngineSet) -> str:
     return _digest_name(*(f"{engine.url} {engine.incarnation}" for engine in engine_set.engines))
 
 
-def _units(tensors: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
-    """What must not be divided, in order of first appearance."""
+def units(tensors: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[str, list[TensorSpec], bool]]:
+    """What must not be divided, in order of first appearance: kind of engine parameter, tensors, and whether they are
+    all of it (False: one expert's part of a layer that doesn't fit into a bucket)."""
     groups: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         groups.setdefault(together(tensor.name), []).append(tensor)
-    for group in groups.values():
-        number = expert_number(group[0].name)
-        if number is None or sum(tensor.size_bytes for tensor in group) <= bucket_bytes:
-            yield group
+    for name, group in groups.items():
+        kind = _LAYER.sub("", name)
+        if expert_number(group[0].name) is None or sum(tensor.size_bytes for tensor in group) <= bucket_bytes:
+            yield kind, group, True
             continue
         experts: dict[int | None, list[TensorSpec]] = {}
         for tensor in group:
             experts.setdefault(expert_number(tensor.name), []).append(tensor)
-        yield from experts.values()
+        for expert in experts.values():
+            yield kind, expert, False
 
 
 def fill_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -89,7 +89,7 @@ def fill_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Buck
     buckets: list[Bucket] = []
     current: list[TensorSpec] = []
     current_bytes = 0
-    for unit in _units(tensors, bucket_bytes):
+    for _, unit, _ in units(tensors, bucket_bytes):
         unit_bytes = sum(tensor.size_bytes for tensor in unit)
         if current and current_bytes + unit_bytes > bucket_bytes:
             buckets.append(Bucket(tensors=tuple(current)))
@@ -299,72 +299,3 @@ def plan_push(
         base_version=base_version,
         folder=folder,
     )
-
-
-class CallKind(StrEnum):
-    """What a call to an engine does."""
-
-    CONTROL = "control"  # nothing moves; the engine answers by itself
-    JOIN = "join"  # make a group: the call ends when all members are there
-    WEIGHTS = "weights"  # tensors arrive
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A bucket on its way to one rank of an engine. `rank` None: to all its ranks, `source` None: from files."""
-
-    group: str
-    source: int | None
-    rank: int | None
-    bucket: Bucket
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call to an engine. All its pieces move side by side, and it ends when all are there."""
-
-    kind: CallKind
-    name: str
-    group: str = ""
-    source: int = 0
-    pieces: tuple[Piece, ...] = ()
-
-
-def engine_calls(plan: PushPlan, engine: int, *, kept_groups: Iterable[str] = ()) -> list[Call]:
-    """The calls that this engine gets, in order. A group that is not kept is left (should it hold one of that name)
-    and joined first."""
-    kept = set(kept_groups)
-    mine = [delivery for delivery in plan.deliveries if delivery.engine == engine]
-    members = {plan.group_name: 0} if plan.buckets and plan.folder is None else {}
-    members |= {delivery.group_name: delivery.source for delivery in mine if delivery.group_name}
-    made = {name: source for name, source in members.items() if name not in kept}
-    calls = [Call(CallKind.CONTROL, "pause"), Call(CallKind.CONTROL, "loading mark")]
-    calls += [Call(CallKind.CONTROL, "leave", group) for group in sorted({*plan.stale_groups, *made})]
-    calls += [Call(CallKind.JOIN, "join", group, source) for group, source in made.items()]
-    if plan.folder is not None:
-        files = tuple(Piece("", None, None, bucket) for bucket in plan.buckets)
-        # files are fetched before the pause
-        calls = [Call(CallKind.WEIGHTS, "fetch", pieces=files), *calls, Call(CallKind.WEIGHTS, "load")]
-    else:
-        calls.append(Call(CallKind.CONTROL, "begin"))
-        for bucket in plan.buckets:
-            calls.append(Call(CallKind.WEIGHTS, "broadcast", pieces=(Piece(plan.group_name, 0, None, bucket),)))
-        for row in zip_longest(*(d.buckets for d in mine)):
-            pieces = [Piece(d.group_name, d.source, d.rank, b) for d, b in zip(mine, row, strict=True) if b is not None]
-            calls.append(Call(CallKind.WEIGHTS, "deliver", pieces=tuple(pieces)))
-        calls.append(Call(CallKind.CONTROL, "end"))
-    after = ("checksums", "version", "version read back", "flush", "resume")
-    return calls + [Call(CallKind.CONTROL, name) for name in after]
-
-
-def source_order(plan: PushPlan, source: int) -> Iterator[tuple[Delivery | None, Bucket]]:
-    """What a trainer rank sends, in order: rank 0 every broadcast bucket (None), then each rank the first bucket of
-    each of its deliveries in the plan's order, the second, and so on. So no two ranks can wait for each other."""
-    if source == 0 and plan.folder is None:
-        for bucket in plan.buckets:
-            yield None, bucket
-    mine = [delivery for delivery in plan.deliveries if delivery.source == source]
-    for row in zip_longest(*(delivery.buckets for delivery in mine)):
-        for delivery, bucket in zip(mine, row, strict=True):
-            if bucket is not None:
-                yield delivery, bucket
