@@ -304,7 +304,8 @@ class Session:
         input_ids = np.concatenate([*(turn.ids for turn in path(self.turns, plan.base)), delta_ids])
         input_ids.flags.writeable = False
         routing_from = None if self._routing is None else max(plan.held - 1, 0)
-        return PreparedTurn(self.epoch, input_ids, max_new, plan.sampling, routing_from, plan)
+        salt = self.spec.expected_weight_version
+        return PreparedTurn(self.epoch, input_ids, max_new, plan.sampling, routing_from, plan, salt)
 
     def commit(self, prepared: PreparedTurn, completion: Completion, ignored_params: Sequence[str] = ()) -> Turn:
         """Record the turn. Everything is checked first: a refusal changes nothing and tells what was sampled for it."""
@@ -312,10 +313,13 @@ class Session:
         try:
             self._check(prepared, completion)
             self._require_epoch(prepared.epoch)
+            turn = self._turn(prepared, completion)
         except SessionRefusal as refusal:
             refusal.sampled = completion.output_ids.size
             raise
-        turn = self._turn(prepared, completion)
+        except Exception:  # a bug in reading it, whatever that raises: what was sampled counts all the same
+            self.count_refused(SessionRefusal(Refusal.INTERNAL, "", completion.output_ids.size))
+            raise
         self._record(prepared.plan, turn)
         self.upstream_malformed.update(completion.malformed)
         ignored = list(ignored_params)

@@ -21,7 +21,7 @@ from rl360.sessions.refusals import HTTP_STATUS, Refusal
 _TURN = (
     *(Refusal.BAD_BODY, Refusal.PARAMS, Refusal.BAD_HISTORY, Refusal.TOOLS_CHANGED, Refusal.NOT_FOUND),
     *(Refusal.CUT_TURN, Refusal.LOST_RACE, Refusal.SEALED, Refusal.LENGTH, Refusal.OVER_BUDGET, Refusal.SLOW_BODY),
-    *(Refusal.TOO_MANY, Refusal.BAD_MATCHER),
+    *(Refusal.TOO_MANY, Refusal.BAD_MATCHER, Refusal.INTERNAL),
     *(Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION, Refusal.BAD_ROUTING, Refusal.NONFINITE),
     Refusal.SERVER_FULL,
 )

@@ -33,6 +33,7 @@ class Refusal(StrEnum):
     OVER_BUDGET = "over_budget"
     CANNOT_MERGE = "cannot_merge"
     BAD_MATCHER = "bad_matcher"
+    INTERNAL = "internal_error"
     TOO_MANY = "too_many_requests"
     NO_STORE = "no_store"
     BAD_UPSTREAM = "bad_upstream"
@@ -55,7 +56,7 @@ _OF_STATUS = {
     413: (Refusal.OVER_BUDGET,),
     422: (Refusal.CANNOT_MERGE,),
     429: (Refusal.TOO_MANY,),
-    500: (Refusal.BAD_MATCHER,),
+    500: (Refusal.BAD_MATCHER, Refusal.INTERNAL),
     501: (Refusal.NO_STORE,),
     502: (Refusal.BAD_UPSTREAM, Refusal.NO_ENGINE, Refusal.WRONG_VERSION, Refusal.BAD_ROUTING, Refusal.NONFINITE),
     503: (Refusal.DRAINING, Refusal.SERVER_FULL, Refusal.STORE_UNAVAILABLE),

@@ -442,6 +442,9 @@ class _Route:
         except _Gone:
             self.service.disconnects += 1
             reply = Reply(status=CLIENT_GONE)
+        except Exception:  # a bug, whatever it raises: the client is told, in its own shape and on a stream too
+            log.exception("%s has a bug", self.endpoint.name)
+            reply = self.refusal(SessionRefusal(Refusal.INTERNAL, "this server has a bug: its log has the traceback"))
         finally:
             self.service.registry.body_bytes -= call.body_bytes
         await call.answer(reply)
@@ -477,11 +480,8 @@ def create_app(service: Service) -> Starlette:
         code = Refusal.METHOD if status == 405 else Refusal.NOT_FOUND
         return answer(str(code), f"{request.method} {request.url.path[:80]}: no such endpoint; see /docs", status)
 
-    async def broken(_request: HttpRequest, _error: Exception) -> Response:
-        return answer("internal_error", "this server has a bug: its log has the traceback", 500)
-
     routes = [Route(e.path, _Route(e, service), methods=[e.method], name=e.name) for e in ENDPOINTS]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: no_route, 500: broken})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
     return app
 

@@ -20,7 +20,7 @@ from rl360.sessions.bodies import AnthropicError, ChatReply, CountReply, Message
 from rl360.sessions.merge import merge, snapshot
 from rl360.sessions.messages import Message
 from tests.unit.late import Late
-from tests.unit.sessions_data import BASH_SCHEMA, call_turn, state_of
+from tests.unit.sessions_data import BASH_SCHEMA, call_turn, encode_turn, state_of
 from tests.unit.sessions_server import Bench, engine_reply, session_bench
 
 anthropic, openai = Late("anthropic"), Late("openai")
@@ -333,6 +333,38 @@ def test_what_a_stream_says_while_its_turn_is_sampled(bench: Bench, monkeypatch:
     with later(bench, monkeypatch, lambda _body: (500, b"gone")), bench.http.stream("POST", url, json=body) as reply:
         events = "".join(reply.iter_text()).split("\n\n")
     assert events[0] == beat and events[-2].startswith('event: error\ndata: {"') and "bad_upstream" in events[-2]
+
+
+@pytest.mark.parametrize("library", [openai, anthropic], ids=["openai", "anthropic"])
+def test_a_bug_is_told_in_the_client_s_shape_and_its_ids_are_counted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, library: Any
+) -> None:
+    """Whether a stream has begun, has not, or none was asked for."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a secret of this conversation")
+
+    session_id, base_url = bench.create()
+    session = bench.service.registry.get(session_id).session
+    monkeypatch.setattr(type(bench.service.template), "parse_assistant", broken)
+    asked: Any = {"model": "policy", "messages": ASKED}
+    if library is openai:
+        ask = openai.OpenAI(base_url=base_url, api_key="x").chat.completions.create
+    else:
+        ask = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key="x").messages.create
+        asked["max_tokens"] = 48
+    for stream in (True, False):
+        with pytest.raises(library.InternalServerError, match="has a bug: its log") as caught:
+            ask(stream=stream, **asked)
+        body = caught.value.response.json()
+        assert body["error"]["code"] == "internal_error" and (body.get("type") == "error") == (library is anthropic)
+    with later(bench, monkeypatch), pytest.raises(library.APIError, match="has a bug: its log") as caught:
+        list(ask(stream=True, **asked))
+    assert "secret" not in str(caught.value) and "has a bug" in caplog.text and "RuntimeError" in caplog.text
+    assert len(bench.engine.bodies) == 3  # the libraries do not ask again
+    sampled = 3 * len(encode_turn("done<|im_end|>"))
+    assert (session.epoch, session.sampled_tokens, session.dropped["infra"]) == (0, sampled, sampled)
+    assert bench.service.registry.in_flight == 0
 
 
 def test_a_stream_s_client_that_leaves_while_it_waits_changes_nothing(
