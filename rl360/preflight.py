@@ -2,15 +2,16 @@
 
 The command line asks before it makes a flow run, and the flow asks again, for a run may be started in the UI. It reads,
 but for the claim that keeps a fork's start from being pruned. What this host cannot see, a directory of another host or
-a service that does not answer, is not judged here: the step that needs it says so.
+a service that does not answer, is not judged here: the step that needs it says so. All services are asked at once,
+within `_ASKED_S` together.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from rl360.store.progress import next_step
 from rl360.tasksets.taskset import load_taskset
 from rl360.training.saved import keep_for_fork, parent_at
 
-_ASKED_TIMEOUT_S = 2.0
-_ASKED_AT_ONCE = 32
+_ASKED_S = 2.0
 _ANSWER_BYTES = 1 << 20
+Told = dict[str, dict[str, Any]]  # by address
 
 
 def check_start(store: ObjectStore, services: Services, config: RunConfig) -> RunConfig:
@@ -40,15 +41,20 @@ def check_start(store: ObjectStore, services: Services, config: RunConfig) -> Ru
     if (done := next_step(store, config.run)) > config.steps:
         raise BadInput(f"run {config.run} has {done} steps and {config.steps} are asked for; give --steps")
     spec, here = settled.taskset.path, Path(services.model_dir).is_dir()  # else directories lie on the flows' hosts
+    judged = None
     if here or spec.startswith("builtin:") or Path(spec).is_dir():
-        judged = next((entry.path for entry in load_taskset(spec).entries.values() if entry.judged), None)
-        if judged is not None:
-            _refuse_judge(settled, services, f"{judged}: is judged by an LLM")
+        judged = next((str(entry.path) for entry in load_taskset(spec).entries.values() if entry.judged), None)
+        if judged is not None and not settled.judge.model:
+            raise BadInput(f"{judged}: is judged by an LLM; set judge.model and deadlines.judge_s (docs/judges.md)")
     if here:
         _refuse_model(settled, services.model_dir)
     if settled.parent is not None and not store.exists(run_config_key(config.run)):
         _refuse_parent(store, settled)
-    _refuse_services(settled, services)
+    healths = [_health(url) for url in [*services.session_urls, *(services.sandbox_urls if judged else ())]]
+    told = _ask([*healths, *map(_model_info, services.engine_urls)])
+    if judged is not None:
+        _refuse_judge(judged, services, told)
+    _refuse_services(settled, services, told)
     return settled
 
 
@@ -65,12 +71,13 @@ def _refuse_model(config: RunConfig, served: str) -> None:
         refuse_other_model(ours, reference, "its reference policy")
 
 
-def _refuse_judge(config: RunConfig, services: Services, what: str) -> None:
-    if not config.judge.model:
-        raise BadInput(f"{what}; set judge.model and deadlines.judge_s (docs/judges.md)")
-    for url, told in _ask([f"{url.rstrip('/')}/health" for url in services.sandbox_urls]):
-        if "judge" in told and told["judge"] is None:
-            raise BadInput(f"{what} and sandbox server {url} knows none: `rl360 down` and `rl360 up --judge-url URL`")
+def _refuse_judge(task: str, services: Services, told: Told) -> None:
+    for url in services.sandbox_urls:
+        if told.get(_health(url), {}).get("judge", "") is None:
+            raise BadInput(
+                f"{task}: is judged by an LLM and sandbox server {url} knows none: `rl360 down` and "
+                "`rl360 up --judge-url URL`"
+            )
 
 
 def _refuse_parent(store: ObjectStore, config: RunConfig) -> None:
@@ -86,10 +93,11 @@ def _refuse_parent(store: ObjectStore, config: RunConfig) -> None:
     refuse_other_model(config.model.path, parent.model.path, f"that of its parent {parent.run}")
 
 
-def _refuse_services(config: RunConfig, services: Services) -> None:
+def _refuse_services(config: RunConfig, services: Services, told: Told) -> None:
     matcher = config.rollout.matcher
-    for url, told in _ask([f"{url.rstrip('/')}/health" for url in services.session_urls]):
-        allowed = told.get("matchers")
+    for url in services.session_urls:
+        said = told.get(_health(url), {})
+        allowed = said.get("matchers")
         if isinstance(allowed, list) and matcher not in allowed:
             module = matcher.partition(":")[0].partition(".")[0]
             found = "" if importlib.util.find_spec(module) else f"; there is no module {module} in this environment"
@@ -97,31 +105,49 @@ def _refuse_services(config: RunConfig, services: Services) -> None:
                 f"rollout.matcher {matcher!r} is not one that session server {url} allows ({', '.join(allowed)}): "
                 f"`rl360 down` and `rl360 up --matcher {matcher}` allow it{found}"
             )
-        if config.trainer.routing_replay and "routing" in told and told["routing"] is None:
+        if config.trainer.routing_replay and said.get("routing", "") is None:
             raise BadInput(
                 f"trainer.routing_replay is on and session server {url} keeps no routed experts: `rl360 down` and "
                 "`rl360 up --routed-experts`"
             )
-    for url, told in _ask([f"{url.rstrip('/')}/model_info" for url in services.engine_urls]):
-        refuse_other_model(config.model.path, str(told.get("model_path")), f"that of engine {url}")
+    for url in services.engine_urls:
+        if (said := told.get(_model_info(url))) is not None:
+            refuse_other_model(config.model.path, str(said.get("model_path")), f"that of engine {url}")
 
 
-def _ask(urls: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects that those answered which answer now. Asked as the flow asks: not through a proxy."""
+def _health(url: str) -> str:
+    return f"{url.rstrip('/')}/health"
 
-    def one(url: str) -> Any:
-        give_up_at, data = time.monotonic() + _ASKED_TIMEOUT_S, bytearray()
-        try:
-            with http.stream("GET", url) as reply:
-                for part in reply.iter_bytes():
+
+def _model_info(url: str) -> str:
+    return f"{url.rstrip('/')}/model_info"
+
+
+def _ask(urls: list[str]) -> Told:
+    """The JSON objects that those answered which answer in time. Asked as the flow asks: not through a proxy."""
+    told: Told = {}
+    # in a thread of its own: a flow may have a loop running in this one, and a name may take longer to be looked up
+    asking = threading.Thread(target=lambda: asyncio.run(_ask_all(urls, told)), daemon=True)
+    asking.start()
+    asking.join(_ASKED_S + 1.0)
+    return dict(told)
+
+
+async def _ask_all(urls: list[str], told: Told) -> None:
+    async def one(url: str) -> None:
+        data = bytearray()
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
+            async with http.stream("GET", url) as reply:
+                async for part in reply.aiter_bytes():
                     data += part
-                    if time.monotonic() > give_up_at or len(data) > _ANSWER_BYTES:
-                        return None
-            return orjson.loads(data) if reply.status_code == 200 else None
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-            return None
+                    if len(data) > _ANSWER_BYTES:
+                        return
+            said = orjson.loads(data) if reply.status_code == 200 else None
+            if isinstance(said, dict):
+                told[url] = said
 
-    with httpx.Client(timeout=_ASKED_TIMEOUT_S, trust_env=False) as http, ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-        for url, told in zip(urls, pool.map(one, urls), strict=True):
-            if isinstance(told, dict):
-                yield url.rpartition("/")[0], told
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=_ASKED_S, limits=limits, trust_env=False) as http:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ASKED_S):
+                await asyncio.gather(*map(one, urls))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def test_services_that_do_not_answer_are_not_judged(model: Path) -> None:
 
 def test_proxies_errors_and_services_that_trickle_are_not_judged(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The flow asks services themselves; what a proxy or an error says is no answer, nor is one without an end."""
-    monkeypatch.setattr(preflight, "_ASKED_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(preflight, "_ASKED_S", 0.1)
     told = {"matchers": []}
     with server(told) as proxy:
         monkeypatch.setenv("http_proxy", proxy)
@@ -105,6 +106,35 @@ def test_proxies_errors_and_services_that_trickle_are_not_judged(model: Path, mo
     for how in ({"status": 503}, {"pause_s": 0.03}):
         with server(told, **how) as sessions:
             check(MemoryStore(), services_at(model, sessions=sessions))
+
+
+def test_services_that_hang_cost_one_deadline_together(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many and of whatever kind: silent ones, and one whose head has no end. Who answers is heard."""
+
+    def trickle(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            for number in range(200):
+                connection.sendall(b"x-%d: y\r\n" % number)
+                time.sleep(0.05)
+
+    monkeypatch.setattr(preflight, "_ASKED_S", 1.0)
+    with contextlib.ExitStack() as open_:
+        urls = []
+        for _ in range(2):
+            listener = open_.enter_context(socket.create_server(("127.0.0.1", 0), backlog=256))
+            urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        threading.Thread(target=trickle, args=(listener,), daemon=True).start()
+        silent, endless = urls
+        allows_nothing = open_.enter_context(server({"matchers": []}))
+        changes = {"engine_urls": [endless, *[silent] * 50], "sandbox_urls": [silent] * 50}
+        services = services_at(model).model_copy(update={**changes, "session_urls": [*[silent] * 50, allows_nothing]})
+        began = time.monotonic()
+        refused(services, f"is not one that session server {allows_nothing} allows", **judged_tasks(tmp_path))
+        assert 0.9 < time.monotonic() - began < 2.5  # one kind after another would be three deadlines
 
 
 def test_directories_of_other_hosts_are_not_judged(model: Path) -> None:
@@ -146,14 +176,19 @@ def test_an_engine_with_another_model(model: Path, tmp_path: Path) -> None:
         check(MemoryStore(), services_at(model, engine=engine))
 
 
+def judged_tasks(folder: Path) -> dict[str, Any]:
+    """Fields of a run on one task that an LLM judges."""
+    (folder / "set" / "essay" / "tests").mkdir(parents=True)
+    (folder / "set" / "essay" / "task.toml").write_text("")
+    (folder / "set" / "essay" / "instruction.md").write_text("Write.")
+    (folder / "set" / "essay" / "tests" / "rl360_judge.toml").write_text('rubric = "r"')
+    return {"taskset": {"path": str(folder / "set")}, "judge": {"model": "j"}, "deadlines": {"judge_s": 40}}
+
+
 def test_a_judged_task_needs_a_judge(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "set" / "essay" / "tests").mkdir(parents=True)
-    (tmp_path / "set" / "essay" / "task.toml").write_text("")
-    (tmp_path / "set" / "essay" / "instruction.md").write_text("Write.")
-    (tmp_path / "set" / "essay" / "tests" / "rl360_judge.toml").write_text('rubric = "r"')
-    tasks = {"taskset": {"path": str(tmp_path / "set")}}
-    judged = tasks | {"judge": {"model": "j"}, "deadlines": {"judge_s": 40}}
-    refused(services_at(model), r"essay: is judged by an LLM; set judge\.model and deadlines\.judge_s", **tasks)
+    judged = judged_tasks(tmp_path)
+    words = r"essay: is judged by an LLM; set judge\.model and deadlines\.judge_s"
+    refused(services_at(model), words, taskset=judged["taskset"])
     for told, words in (({"judge": None}, "knows none: .*--judge-url URL`$"), ({"judge": "h:1"}, ""), ({}, "")):
         with server(told) as sandbox:
             services = services_at(model).model_copy(update={"sandbox_urls": [sandbox]})
