@@ -78,7 +78,12 @@ def up(
     """
     from infra.local import control
     from infra.local.plan import UpOptions, port_table
+    from rl360.harbor.judge import judge_address
 
+    if judge_url:
+        judge_address(judge_url)  # before it stands in a file or in the arguments of a service
+    elif judge_key_env:
+        raise BadInput("--judge-key-env says nothing without --judge-url")
     folder = _home(home)
     options = UpOptions(
         home=str(folder),

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import orjson
@@ -187,6 +187,21 @@ def retry_after_s(value: str | None) -> float:
     return max(0.0, wait_s) if math.isfinite(wait_s) else 0.0
 
 
+def judge_address(url: str) -> SplitResult:
+    """The parts of an address a judge may have. Raises `BadInput`, which repeats nothing that may be a secret."""
+    with_secret = BadInput("--judge-url: no user, password or query; name the key's variable with --judge-key-env")
+    try:
+        parts = urlsplit(url)
+        parts.port, httpx.URL(url).host  # raise for what no call could be sent to
+    except (ValueError, httpx.InvalidURL) as error:
+        raise with_secret if set("@?#") & set(url) else BadInput(f"--judge-url {url!r}: {error}") from None
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise with_secret
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BadInput(f"--judge-url {url.rpartition('@')[2]!r}: need http(s)://HOST[:PORT]/v1")
+    return parts
+
+
 @dataclass(frozen=True)
 class Judge:
     """The judge of one sandbox server. At most `concurrency` calls are under way at once."""
@@ -200,15 +215,7 @@ class Judge:
     def at(cls, url: str, key_env: str, concurrency: int) -> Judge:
         """The judge at `url` (as OpenAI clients write their base_url), its key in the environment variable `key_env`
         (empty: none is sent), which is taken out of this process's environment. Raises `BadInput`."""
-        try:
-            parts = urlsplit(url)
-            parts.port, httpx.URL(url).host  # raise for what no call could be sent to
-        except (ValueError, httpx.InvalidURL) as error:
-            raise BadInput(f"--judge-url {url.rpartition('@')[2]!r}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadInput(f"--judge-url {url!r}: need http(s)://HOST[:PORT]/v1")
-        if "@" in parts.netloc or parts.query or parts.fragment:
-            raise BadInput("--judge-url: no user, password or query; name the key's variable with --judge-key-env")
+        parts = judge_address(url)
         key = os.environ.pop(key_env, "").strip() if key_env else ""
         if key_env and not (key.isascii() and key.isprintable() and key):
             raise BadInput(f"--judge-key-env {key_env}: unset or not a key; export it before the server starts")

@@ -374,12 +374,16 @@ def test_odd_text_is_sent_all_the_same(text: str) -> None:
         ("ftp://judge.example/v1", "need http(s)://HOST"),
         ("https:///v1", "need http(s)://HOST"),
         ("http://h:port/v1", "Port"),
-        ("http://user:secret@h:port/v1", "Port"),
+        ("http://user:secret@h:port/v1", "no user, password or query"),
+        ("http://h:port/v1?key=secret", "no user, password or query"),
         ("http://[::1/v1", "Invalid IPv6"),
         ("http://ex\x7fample/v1", "non-printable"),
         ("http://xn--/v1", "Punycode"),
         ("https://user:secret@judge.example/v1", "no user, password or query"),
         ("https://judge.example/v1?key=secret", "no user, password or query"),
+        ("ftp://user:secret@judge.example/v1", "no user, password or query"),
+        ("user:secret@judge.example/v1", "need http(s)://HOST"),
+        ("https://user:secret/1@judge.example/v1", "no user, password or query"),
     ],
 )
 def test_bad_addresses(url: str, words: str) -> None:

@@ -61,6 +61,7 @@ def test_an_unknown_command_is_one_line_and_exit_2(capsys: pytest.CaptureFixture
         (("--ports", "s3"), "write NAME=PORT"),
         (("--port-base", "70000"), "is outside 1024.."),
         (("--only", "engine-0", "--model", "/nowhere"), "--model /nowhere: no config.json there"),
+        (("--judge-key-env", "PATH"), "says nothing without --judge-url"),
     ],
 )
 def test_bad_options_of_up(
@@ -70,6 +71,16 @@ def test_bad_options_of_up(
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["https://me:hidden@host/v1", "https://host/v1?key=hidden", "me:hidden@host/v1"])
+def test_a_judges_secret_in_its_address_reaches_no_file_and_no_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    code, _, err = run(capsys, "up", "--home", str(tmp_path), "--judge-url", url)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--judge-url" in err and "hidden" not in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_taken_port_names_its_owner_and_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
