@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infra.local import proc
 from infra.local.state import ServiceState, SupervisorState
+from rl360.sandboxes import cgroups
 
 SUPERVISOR = "supervisor"
 FLOW_RUN_GRACE_S = 10.0
@@ -114,12 +115,12 @@ def _cgroups(home: Path) -> list[Path]:
         if record.is_symlink() or not record.is_file():
             continue
         try:
-            paths = json.loads(record.read_text())["cgroups"]
+            paths, own = json.loads(record.read_text())["cgroups"], cgroups.prefix(record.parents[2])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged: the server names it at its next start
         for text in paths:
             path = Path(text)
-            inside = path.is_relative_to(CGROUP_ROOT) and path.name.startswith("rl360-") and ".." not in path.parts
+            inside = path.is_relative_to(CGROUP_ROOT) and path.name.startswith(own) and ".." not in path.parts
             if inside and path.is_dir():
                 found.append(path)
     return found

@@ -183,7 +183,7 @@ class BubblewrapProvider:
         return "; ".join([*parts, "umask 022", f"unset {ENV_NAME}", "echo ready >&2"]) + "\n"
 
     async def create(self, spec: SandboxSpec) -> BwrapSandbox:
-        name = f"rl360-{safe_name(spec.name)}"
+        name = cgroups.prefix(self.root) + safe_name(spec.name)
         record = spec.workspace.path / f"{name}.json"
         try:
             # before what it records exists, and in one move: whenever this process is killed, the next one can read it
@@ -242,14 +242,14 @@ def _write_record(path: Path, spec: SandboxSpec, group: cgroups.Group) -> None:
 
 def _reap_one(path: Path) -> str:
     try:
-        groups, labels, damaged = _records(path)
+        groups, labels, odd = _records(path)
         pids, left = _end(path, groups)
     except OSError as error:
         return f"{path.name}: NOT confirmed gone: {error}"
     if pids or left:
         return f"{path.name} {labels}: NOT confirmed gone: pids {pids}, cgroups {left}"
-    if damaged:  # it may have named groups that we do not know of
-        return f"{path.name} {labels}: processes gone, unreadable {', '.join(damaged)}: look, then delete {path}"
+    if odd:
+        return f"{path.name} {labels}: processes gone, {', '.join(odd)}: look, then delete {path}"
     return f"{path.name} {labels}: {remove_tree(path) or 'gone'}"
 
 
@@ -270,18 +270,20 @@ def _end(path: Path, groups: list[cgroups.Group]) -> tuple[list[int], list[str]]
 
 
 def _records(path: Path) -> tuple[list[cgroups.Group], Mapping[str, str], list[str]]:
-    """Groups and labels of the sandboxes that a workspace had, and the records that say nothing: for those, the groups
-    that this server would make."""
-    groups, labels, damaged = [], {}, []
+    """Groups and labels of the sandboxes that a workspace had, and what to look at: records that say nothing (of those
+    the groups that this server would make), and groups of another server, which are left alone."""
+    own = cgroups.prefix(path.parents[1])
+    groups, labels, odd = [], {}, []
     for file in path.glob("rl360-*.json"):
         try:
             record = orjson.loads(file.read_bytes())
-            groups.append(cgroups.Group(tuple(Path(item) for item in record["cgroups"])))
-            labels = record["labels"]
+            named, labels = tuple(Path(item) for item in record["cgroups"]), record["labels"]
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            groups.append(cgroups.planned(file.stem))
-            damaged.append(file.name)
-    return groups, labels, damaged
+            named = cgroups.planned(file.stem).paths
+            odd.append(f"unreadable {file.name}")
+        groups.append(cgroups.Group(tuple(item for item in named if item.name.startswith(own))))
+        odd += [f"another server's {item}" for item in named if not item.name.startswith(own) and item.exists()]
+    return groups, labels, odd
 
 
 def marked_pids(path: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """Control groups of sandboxes: memory, pids and cpu limits on cgroup v1 or v2, whichever this host offers.
 
-Groups are nested under this process's own path and removed at stop. `rmdir` succeeds only on a group without
-processes, so a removed group is evidence that its processes are gone.
+Groups are nested under this process's own path, named after the server's folder, and removed at stop. `rmdir` succeeds
+only on a group without processes, so a removed group is evidence that its processes are gone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 from rl360.harbor.protocol import SandboxLimits
@@ -102,6 +103,11 @@ def parents() -> Parents:
         return Parents(tuple(v1), None, frozenset())
     given = _v2_controllers(v2, left)
     return Parents(tuple(v1), v2 if given else None, given)
+
+
+def prefix(root: Path) -> str:
+    """What names of groups of the sandbox server of folder `root` begin with, and of no other server of the host."""
+    return f"rl360-{sha256(os.fsencode(root.resolve())).hexdigest()[:12]}-"
 
 
 def planned(name: str) -> Group:

@@ -774,7 +774,7 @@ from rl360.sandboxes.provider import SandboxSpec
 
 async def churn(provider, lane):
     for number in itertools.count():
-        name = f"{provider.root}-{lane}-{number}"  # groups of one name would be one group
+        name = f"{lane}-{number}"
         workspace = await provider.new_workspace(name, None)
         await provider.create(SandboxSpec(name, {"run": "r"}, SandboxLimits(), workspace))
 
@@ -797,7 +797,7 @@ def test_killed_at_any_moment_a_server_can_be_cleaned_up_after(tmp_path: Path) -
             time.sleep(wait_s)
             doomed.kill()
         folders = list((root / "live").iterdir())
-        groups = [path for folder in folders for path in cgroups.planned(f"rl360-{folder.name}").paths]
+        groups = [path for folder in folders for path in cgroups.planned(cgroups.prefix(root) + folder.name).paths]
         provider = BubblewrapProvider(root)
         found = asyncio.run(provider.reap())
         provider.close()
@@ -818,14 +818,13 @@ def test_a_damaged_record_stops_no_server(tmp_path: Path, content: bytes) -> Non
             await provider.create(SandboxSpec(name, {"run": "r"}, SandboxLimits(), workspace))
         one, two = sorted((tmp_path / "sandboxes" / "live").iterdir())
         assert marked_pids(one) and marked_pids(two)
-        (one / f"rl360-{one.name}.json").write_bytes(content)
+        names = [cgroups.prefix(provider.root) + folder.name for folder in (one, two)]
+        (one / f"{names[0]}.json").write_bytes(content)
         damaged, gone = await provider.reap()
         assert damaged.startswith(one.name) and "unreadable" in damaged and str(one) in damaged
         assert gone.startswith(two.name) and gone.endswith(": gone")
         assert not marked_pids(one) and not marked_pids(two) and not two.exists()
-        assert not any(
-            path.exists() for name in (one.name, two.name) for path in cgroups.planned(f"rl360-{name}").paths
-        )
+        assert not any(path.exists() for name in names for path in cgroups.planned(name).paths)
         provider.close()
 
     asyncio.run(go())

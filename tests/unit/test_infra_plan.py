@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from infra.local.supervisor import BACKOFF_MAX_S, backoff_s, last_line
 from rl360.config.services import Secrets
 from rl360.errors import BadInput, Rl360Error
 from rl360.harbor.server import parse_args
+from rl360.sandboxes import cgroups
 
 SECRETS = Secrets(token="t" * 32, s3_access_key="access-key-of-test", s3_secret_key="secret-key-of-test")
 
@@ -204,6 +206,25 @@ def test_cgroup_records_never_reach_outside_the_cgroup_tree(tmp_path: Path) -> N
     assert cleanup.check(tmp_path, None).clean
     cleanup.sweep(tmp_path, None)
     assert victim.is_dir()
+
+
+def test_only_groups_of_this_homes_servers_are_counted_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copied home has records of the groups of the one it was copied from."""
+    monkeypatch.setattr(cleanup, "CGROUP_ROOT", tmp_path / "cgroup")
+    home = tmp_path / "home"
+    root = home / "sandboxes" / "13300"
+    (root / "live" / "a").mkdir(parents=True)
+    names = [cgroups.prefix(root) + "a", cgroups.prefix(tmp_path / "copy" / "sandboxes" / "13300") + "a", "rl360-a"]
+    groups = [tmp_path / "cgroup" / name for name in names]
+    for group in groups:
+        group.mkdir(parents=True)
+    record = {"cgroups": [str(group) for group in groups]}
+    (root / "live" / "a" / f"{names[0]}.json").write_text(json.dumps(record))
+    assert cleanup.check(home, None).cgroups == 1
+    cleanup.sweep(home, None)
+    assert [group.exists() for group in groups] == [False, True, True]
 
 
 def test_backoff_grows_and_is_bounded() -> None:

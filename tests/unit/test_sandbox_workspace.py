@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl360.errors import BadInput
+from rl360.sandboxes import cgroups
 from rl360.sandboxes.bubblewrap import safe_name
 from rl360.sandboxes.workspace import copy_tree, publish_tree, remove_tree, tree_bytes
 
@@ -97,3 +98,13 @@ def test_names_stay_unique_and_plain() -> None:
     names = {safe_name(text) for text in ("a/b", "a_b", "a b", "../..", "x" * 300, "x" * 299)}
     assert len(names) == 6
     assert all("/" not in name and "." not in name and len(name) < 100 for name in names)
+
+
+def test_groups_of_two_servers_have_no_name_in_common(tmp_path: Path) -> None:
+    roots = [tmp_path / home / "sandboxes" / port for home in ("one", "two") for port in ("13300", "13301")]
+    prefixes = [cgroups.prefix(root) for root in roots]
+    assert len(set(prefixes)) == 4 and all(name.startswith("rl360-") and "/" not in name for name in prefixes)
+    assert all(len(name + safe_name("x" * 300)) < 255 for name in prefixes)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "link").symlink_to("one")  # the same server, started again by another path
+    assert cgroups.prefix(tmp_path / "link" / "sandboxes" / "13300") == prefixes[0]
