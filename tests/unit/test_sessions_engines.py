@@ -10,6 +10,7 @@ import itertools
 import json
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -24,9 +25,20 @@ from rl360.errors import BadInput
 from rl360.sessions import upstream
 from rl360.sessions.core import Session
 from rl360.sessions.merge import Pick, merge, snapshot
+from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.upstream import Upstream
-from tests.unit.sessions_data import BASH_SCHEMA, SHAPE, encode_turn, rows_of, state_of
-from tests.unit.sessions_server import Bench, engine_reply, session_bench
+from tests.unit.sessions_data import (
+    BASH_SCHEMA,
+    OPENING,
+    SHAPE,
+    encode_turn,
+    new_session,
+    request,
+    rows_of,
+    state_of,
+    template,
+)
+from tests.unit.sessions_server import Bench, Engine, engine_reply, serving, session_bench
 
 MESSAGES = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
 CHAT = {"model": "policy", "messages": MESSAGES, "tools": [BASH_SCHEMA]}
@@ -449,6 +461,40 @@ def test_idle_connections_are_left_before_a_server_leaves_them() -> None:
             await client.aclose()
 
     assert asyncio.run(kept_s()) <= engines_leave_s / 2
+
+
+@pytest.mark.parametrize("kept_s", [0.2, 15.0])
+def test_a_server_that_stalls_sends_nothing_on_a_connection_its_engine_has_left(
+    monkeypatch: pytest.MonkeyPatch, kept_s: float
+) -> None:
+    """While it was busy the engine hung up, which it has not read yet: only the connection's age tells."""
+    monkeypatch.setattr(upstream, "KEEP_S", kept_s)
+
+    def leaving_early(config: uvicorn.Config) -> uvicorn.Server:
+        config.timeout_keep_alive = 0.4  # type: ignore[assignment]
+        return uvicorn.Server(config)
+
+    async def twice(url: str) -> list[int]:
+        client = Upstream(url, template().vocab_size, template().stop_ids, 5.0)
+        prepared = new_session().prepare(request(OPENING))
+        try:
+            answers = [await client.generate("s", prepared)]
+            time.sleep(0.8)  # noqa: ASYNC251 - this loop is at something else
+            answers.append(await client.generate("s", prepared))
+            return [len(answer.output_ids) for answer in answers]
+        finally:
+            await client.aclose()
+
+    engine = Engine()
+    engine.gate.set()
+    with serving(engine.app(), leaving_early) as url:
+        if kept_s < 0.4:
+            assert asyncio.run(twice(url)) == [len(encode_turn("done<|im_end|>"))] * 2
+        else:  # what is told then, for an engine may have got it: nothing is sent a second time
+            with pytest.raises(SessionRefusal, match="ServerDisconnected") as caught:
+                asyncio.run(twice(url))
+            assert caught.value.code is Refusal.BAD_UPSTREAM and caught.value.sampled is None
+        assert len(engine.bodies) == (2 if kept_s < 0.4 else 1)
 
 
 def test_a_connection_cut_in_mid_reply_records_nothing(bench: Bench) -> None:
