@@ -31,6 +31,7 @@ COMMANDS = {
     "replay": Entry("replay", "Compute a past step again and compare it with what is stored."),
     "report": Entry("report", "Figures and the page of a run."),
     "fleet": Entry("fleet", "Engines: their states, and confirming that one is gone."),
+    "weights": Entry("weights", "Weight pushes: plan one for a model's shape."),
     "sessions": Entry("sessions", "Session servers: run one, look into those that run."),
     "model": Entry("model", "The starting policy: warm start and parity."),
     "tasks": Entry("tasks", "Task sets: check that tasks can be trusted."),

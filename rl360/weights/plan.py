@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from rl360.errors import BadInput
 from rl360.weights.messages import Bucket, Delivery, EngineLayout, EngineSet, PushPlan, TensorSpec, Transport
@@ -135,66 +134,43 @@ def check_shapes(shapes: Sequence[TensorSpec], layout: EngineLayout) -> None:
             raise BadInput(f"{layer}: ep {layout.ep} does not divide its {count} experts")
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """One tensor's place in the layout: the axis that is cut, in how many pieces, each held by how many ranks in a row.
-    `experts` is 0 for what is no routed expert."""
-
-    tensor: TensorSpec
-    axis: int = 0
-    pieces: int = 1
-    copies: int = 1
-    rows: int = 0  # of a piece; the last may have fewer
-    expert: int = 0
-    experts: int = 0
-
-
-def _cut(tensor: TensorSpec, layout: EngineLayout, experts: dict[str, int]) -> _Cut:
-    found = _EXPERT.match(tensor.name)
-    pieces, copies = (layout.moe_tp if found else layout.tp), 1
-    axis = next((axis for pattern, axis in _CUTS if pattern.search(tensor.name)), None)
-    number, count = (int(found[2]), experts[found[1]]) if found else (0, 0)
-    if axis is None or pieces == 1:
-        return _Cut(tensor, expert=number, experts=count)
+def _pieces(tensor: TensorSpec, holders: int, layout: EngineLayout) -> list[TensorSpec | None]:
+    """What each of these ranks holds of a tensor; None: nothing of it."""
+    axis = next((axis for pattern, axis in _CUTS if pattern.search(tensor.name)), None) if holders > 1 else None
+    if axis is None:
+        return [tensor] * holders
     if axis >= len(tensor.shape):
         raise BadInput(
             f"tensor {tensor.name} has shape {tensor.shape}: tensor parallelism cuts axis {axis}, it has none"
         )
-    rows, unit = tensor.shape[axis], 1
+    size, different, unit = tensor.shape[axis], holders, 1
     if _VOCAB.search(tensor.name):
-        unit = _VOCAB_MULTIPLE
-        padded = -(-rows // unit) * unit
-        if padded % pieces:
-            unit *= pieces
-            padded = -(-rows // unit) * unit
-        return _Cut(tensor, axis, pieces, 1, padded // pieces)
-    if _KV.search(tensor.name):
-        if layout.kv_heads is None:
-            raise BadInput(f"tensor {tensor.name} is cut by heads at tp {layout.tp}: name the model's kv_heads")
-        if rows % layout.kv_heads:
-            raise BadInput(
-                f"tensor {tensor.name} has shape {tensor.shape}: kv_heads {layout.kv_heads} do not divide it"
-            )
-        pieces, copies = min(pieces, layout.kv_heads), max(1, pieces // layout.kv_heads)
-        unit = rows // layout.kv_heads
-    if (rows // unit) % pieces or pieces * copies != (layout.moe_tp if found else layout.tp):
-        of = f"its {rows // unit} heads" if unit > 1 else f"axis {axis}"
-        raise BadInput(f"tensor {tensor.name} has shape {tensor.shape}: tp {layout.tp} does not divide {of}")
-    return _Cut(tensor, axis, pieces, copies, rows // pieces, number, count)
-
-
-def _held(cut: _Cut, layout: EngineLayout, rank: int) -> TensorSpec | None:
-    """The piece of a tensor that this rank holds; None when it holds none of it."""
-    tensor, place = cut.tensor, rank
-    if cut.experts:
-        if cut.expert // (cut.experts // layout.ep) != rank // layout.moe_tp:
-            return None
-        place = rank % layout.moe_tp
-    if cut.pieces == 1:
-        return tensor
-    first = place // cut.copies * cut.rows
-    rows = min(cut.rows, tensor.shape[cut.axis] - first)
-    return tensor.model_copy(update={"part": (cut.axis, first, rows)}) if rows > 0 else None
+        multiple = _VOCAB_MULTIPLE
+        if -(-size // multiple) * multiple % holders:
+            multiple *= holders
+        rows = -(-size // multiple) * multiple // holders
+    else:
+        if _KV.search(tensor.name):
+            if layout.kv_heads is None:
+                raise BadInput(f"tensor {tensor.name} is cut by heads at tp {layout.tp}: name the model's kv_heads")
+            if size % layout.kv_heads:
+                raise BadInput(
+                    f"tensor {tensor.name} has shape {tensor.shape}: kv_heads {layout.kv_heads} don't divide it"
+                )
+            different, unit = min(holders, layout.kv_heads), size // layout.kv_heads
+        if (size // unit) % different or holders % different:
+            of = f"its {layout.kv_heads} heads" if unit > 1 else f"axis {axis}"
+            raise BadInput(f"tensor {tensor.name} has shape {tensor.shape}: {holders} ranks do not divide {of}")
+        rows = size // different
+    if different == 1:
+        return [tensor] * holders
+    named = {"name": tensor.name, "shape": tensor.shape, "dtype": tensor.dtype}
+    cuts = [
+        TensorSpec.model_validate({**named, "part": (axis, first, min(rows, size - first))}) if first < size else None
+        for first in range(0, rows * different, rows)
+    ]
+    copies = holders // different
+    return [cuts[place // copies] for place in range(holders)]
 
 
 def rank_needs(shapes: Sequence[TensorSpec], layout: EngineLayout) -> list[list[TensorSpec]]:
@@ -205,9 +181,16 @@ def rank_needs(shapes: Sequence[TensorSpec], layout: EngineLayout) -> list[list[
     for tensor in shapes:
         if found := _EXPERT.match(tensor.name):
             experts[found[1]] = max(experts.get(found[1], 0), int(found[2]) + 1)
-    cuts = [_cut(tensor, layout, experts) for tensor in shapes]
-    held = ((_held(cut, layout, rank) for cut in cuts) for rank in range(layout.tp))
-    return [[tensor for tensor in rank if tensor is not None] for rank in held]
+    ranks: list[list[TensorSpec]] = [[] for _ in range(layout.tp)]
+    for tensor in shapes:
+        first, holders = 0, layout.tp
+        if found := _EXPERT.match(tensor.name):
+            first = int(found[2]) // (experts[found[1]] // layout.ep) * layout.moe_tp
+            holders = layout.moe_tp
+        for rank, piece in enumerate(_pieces(tensor, holders, layout), start=first):
+            if piece is not None:
+                ranks[rank].append(piece)
+    return ranks
 
 
 def _deliveries(

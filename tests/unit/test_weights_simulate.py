@@ -111,8 +111,10 @@ def test_senders_in_crossed_order_are_a_deadlock() -> None:
     calls = engine_side(made)
     sends = source_side(made)
     execute(made, SHAPES, calls, sends, Wire())
-    for number, first in enumerate((0, 1)):  # one engine after the other, and the two senders begin at different ends
-        sends[number].sort(key=lambda send, first=first: (send.bucket is not None, send.engine != first))
+    # engine after engine instead of round by round, and the two senders begin at different ends
+    for sender, backwards in zip(sends, (False, True), strict=True):
+        pairs = [(send.bucket is not None, -(send.engine or 0) if backwards else send.engine or 0) for send in sender]
+        sender[:] = [send for _, send in sorted(zip(pairs, sender, strict=True), key=lambda pair: pair[0])]
     with pytest.raises(PlanBroken, match="deadlock"):
         execute(made, SHAPES, calls, sends, Wire())
 
@@ -186,13 +188,13 @@ EXPERTS = [tensor(f"l.experts.{e}.{p}_proj.weight", 8, 4) for e in range(4) for 
         ({"shapes": EXPERTS[:-1]}, "4 experts have gate_proj.weight, 3 have down_proj.weight"),
         ({"shapes": [*EXPERTS[:-1], tensor(EXPERTS[-1].name, 8, 5)]}, r"experts.3.down_proj.weight is \(8, 5\)"),
         ({"shapes": EXPERTS, "tp": 3, "ep": 3}, "ep 3 does not divide its 4 experts"),
-        ({"transport": "p2p", "tp": 2, "shapes": [tensor("l.q_proj.weight", 7, 4)]}, "tp 2 does not divide axis 0"),
+        ({"transport": "p2p", "tp": 2, "shapes": [tensor("l.q_proj.weight", 7, 4)]}, "2 ranks do not divide axis 0"),
         ({"transport": "p2p", "tp": 2, "shapes": [tensor("l.o_proj.weight", 7)]}, "cuts axis 1, it has none"),
         ({"transport": "p2p", "tp": 2, "kv_heads": None}, "name the model's kv_heads"),
-        ({"transport": "p2p", "tp": 2, "kv_heads": 3}, "kv_heads 3 do not divide it"),
+        ({"transport": "p2p", "tp": 2, "kv_heads": 3}, "kv_heads 3 don't divide it"),
         (
             {"transport": "p2p", "tp": 3, "shapes": [tensor("l.k_proj.weight", 8, 4)]},
-            "tp 3 does not divide its 2 heads",
+            "3 ranks do not divide its 2 heads",
         ),
         ({"transport": "direct_experts", "shapes": SHAPES[:1]}, "no routed experts; use broadcast"),
         ({"transport": "carrier pigeon"}, "use one of broadcast, direct_experts, p2p"),
