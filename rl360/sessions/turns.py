@@ -127,7 +127,8 @@ class Plan:
 @dataclass(frozen=True, eq=False)
 class PreparedTurn:
     """What to send: `input_ids` int32 `[tokens]`, at most `max_new_tokens` to sample with `sampling`. `routing_from` is
-    the first row of routed experts to ask for; None when none are wanted."""
+    the first row of routed experts to ask for; None when none are wanted. `salt` is the weight version the session is
+    opened for: KV that other weights made is never used for it."""
 
     epoch: int
     input_ids: np.ndarray
@@ -135,6 +136,7 @@ class PreparedTurn:
     sampling: Sampling
     routing_from: int | None
     plan: Plan
+    salt: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,8 @@ Every field that decides what is sampled is assigned here, outright. The reply i
 what was asked: same prompt ids, one log-probability per sampled id, a finish reason, a weight version for every id,
 and exactly the routing rows that were asked for. Anything else, an abort, an error status or a missed deadline is
 `bad_upstream` and nothing is recorded, but the refusal says how many sampled ids the reply names; nobody there to ask
-is `no_engine`. Only a refused connection is tried again: once bytes were sent the engine may have sampled.
+is `no_engine`. Only a connection that did not come about is tried again: once bytes were sent the engine may have
+sampled.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _WORKER_HEADER = "x-smg-routed-worker-id"
 _GATEWAY_ERROR_HEADER = "x-smg-error-code"  # model_not_found: the gateway has no worker at all
 _MAY_PASS = (408, 429)  # the error statuses below 500 that the same request may not meet again
 _JOIN = "engines join the gateway when a run's first step has pushed its weights, see `rl360 fleet status`"
-KEEP_S = 2.0  # an idle connection is not used again once the engine may be closing it: SGLang's uvicorn does after 5 s
+# an idle connection is not used again once the engine may be closing it: SGLang does after 5 s, of ours after 75 s
+KEEP_S = 2.0
 CONNECT_TRIES = 3
 CONNECT_S = 5.0
 _REPLY_BYTES = 1 << 20  # of a reply, beside what the question makes long
@@ -88,7 +90,7 @@ class Upstream:
             async with asyncio.timeout(self._deadline_s):
                 status, told, data = await self._post(body, headers, self._reply_limit(prepared))
         except aiohttp.ConnectionTimeoutError:
-            raise _no_engine(f"{self.url} took no connection within {CONNECT_S:g} s") from None
+            raise _no_engine(f"{self.url} took none of {CONNECT_TRIES} connections within {CONNECT_S:g} s") from None
         except TimeoutError:
             raise _bad(f"no reply from {self.url} within {self._deadline_s:g} s") from None
         except aiohttp.ClientConnectorError as error:
@@ -120,7 +122,7 @@ class Upstream:
             try:
                 async with self._pool().post(self.url, data=body, headers=headers, allow_redirects=False) as reply:
                     return reply.status, reply.headers, await _read(reply.content, limit)
-            except aiohttp.ClientConnectorError:
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # late perhaps by our own business
                 if attempt == CONNECT_TRIES:
                     raise
                 await asyncio.sleep(random.uniform(0.05, 0.2) * attempt)
@@ -175,6 +177,8 @@ def request_body(prompt: bytes, prepared: PreparedTurn, stop_ids: tuple[int, ...
     }
     if prepared.routing_from is not None:
         fields |= {"return_routed_experts": True, "routed_experts_start_len": prepared.routing_from}
+    if prepared.salt is not None:
+        fields["cache_salt"] = prepared.salt
     return b'{"input_ids":' + prompt + b"," + orjson.dumps(fields)[1:]
 
 

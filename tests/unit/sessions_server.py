@@ -95,7 +95,9 @@ def serving(app: Any, make: Callable[[uvicorn.Config], uvicorn.Server] = uvicorn
     """Run an app on a free loopback port in a thread; its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = make(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+        config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        config.timeout_keep_alive = 75  # as engines are started: in one busy process five seconds are soon over
+        server = make(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
