@@ -1,10 +1,12 @@
-"""`rl360 fleet`: what each engine holds, which pushes are unfinished, and a person's word that an engine is gone."""
+"""`rl360 fleet`: what each engine is and why, what the fleet's log says, who joins and leaves, and a person's word."""
 
 from __future__ import annotations
 
 import asyncio
 import getpass
+import os
 import socket
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -13,34 +15,70 @@ import typer
 if TYPE_CHECKING:
     from rl360.config.services import Services
     from rl360.engines.fleet import Probe
+    from rl360.engines.fleet_log import Entry, FleetLog, FleetState, Slot
     from rl360.weights.fence import Intent, Store
     from rl360.weights.messages import PushRecord
 
 PROBE_DEADLINE_S = 5.0
+ADD_EXAMPLES = (
+    "Examples:",
+    "rl360 fleet add --local 1",
+    "rl360 fleet add --launcher kubernetes --count 4",
+    "rl360 fleet add http://10.0.0.7:30000 --reason borrowed",
+    "rl360 fleet add engine-1",
+)
+EngineArgument = Annotated[str, typer.Argument(help="Its name as `rl360 fleet status` shows it, or its URL.")]
+ReasonOption = Annotated[str, typer.Option(help="Why; kept in the fleet's log.")]
+WaitOption = Annotated[float, typer.Option(min=0, help="Seconds to wait for a push or the keeper that has it now.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add `rl360 fleet` to the command line."""
-    fleet = typer.Typer(no_args_is_help=True, help="Engines: their states, and confirming that one is gone.")
+    fleet = typer.Typer(no_args_is_help=True, help="Engines: their states, who joins and leaves, and who is gone.")
     fleet.command("status")(status)
+    fleet.command("events")(events)
+    fleet.command("add", epilog="\n\n".join(ADD_EXAMPLES))(add)
+    fleet.command("remove")(remove)
+    fleet.command("drain")(drain)
     fleet.command("confirm-gone")(confirm_gone)
+    fleet.command("keep")(keep)
     app.add_typer(fleet, name="fleet")
 
 
-def engine_url(services: Services, engine: str) -> str:
-    """The URL that `engine-0` or an URL means."""
+def _open() -> tuple[Services, Store, FleetLog]:
+    from rl360.config.services import load_services
+    from rl360.engines.fleet_log import FleetLog
+    from rl360.store.object_store import ObjectStore
+
+    services = load_services()
+    store = ObjectStore.from_services(services)
+    return services, store, FleetLog(store)
+
+
+def _me() -> str:
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+def known_engines(services: Services, state: FleetState) -> dict[str, str]:
+    """Name -> URL of every engine that is configured or in the log."""
+    configured = {f"engine-{number}": url.rstrip("/") for number, url in enumerate(services.engine_urls)}
+    return configured | {name: configured.get(name, slot.url) for name, slot in state.slots.items()}
+
+
+def find_engine(services: Services, state: FleetState, engine: str) -> tuple[str, str]:
+    """Name and URL of the engine that a name or a URL means."""
     from rl360.errors import BadInput
 
-    if engine.startswith(("http://", "https://")):
-        return engine.rstrip("/")
-    number = engine.removeprefix("engine-")
-    if number.isdecimal() and int(number) < len(services.engine_urls):
-        return services.engine_urls[int(number)].rstrip("/")
-    raise BadInput(f"engine {engine!r}: use its URL or engine-0 to engine-{len(services.engine_urls) - 1}")
+    known = known_engines(services, state)
+    for name, url in known.items():
+        if engine == name or (engine and engine.rstrip("/") == url):
+            return name, url
+    raise BadInput(f"engine {engine!r}: use a URL of the fleet or one of {', '.join(known)}")
 
 
 def engine_state(probe: Probe, in_gateway: bool, version: str | None) -> str:
-    """The engine's state as seen from outside a push."""
+    """The engine's state as seen from outside a push, for an engine that the log doesn't know yet."""
     from rl360.engines.fleet import EngineState
 
     if probe.identity is None:
@@ -52,7 +90,7 @@ def engine_state(probe: Probe, in_gateway: bool, version: str | None) -> str:
     return str(EngineState.SERVING if in_gateway else EngineState.CONFIRMED)
 
 
-async def look(services: Services) -> tuple[list[Probe], dict[str, str]]:
+async def look(services: Services, urls: list[str]) -> tuple[list[Probe], dict[str, str]]:
     """Every engine's answer, and the gateway's word for each URL it knows; empty when it is down."""
     from rl360.engines.client import EngineClient, open_http
     from rl360.engines.fleet import probe_fleet
@@ -60,8 +98,7 @@ async def look(services: Services) -> tuple[list[Probe], dict[str, str]]:
     from rl360.errors import ServiceError
 
     async with open_http() as http:
-        clients = [EngineClient(url, http, PROBE_DEADLINE_S) for url in services.engine_urls]
-        probes = await probe_fleet(clients, PROBE_DEADLINE_S)
+        probes = await probe_fleet([EngineClient(url, http, PROBE_DEADLINE_S) for url in urls], PROBE_DEADLINE_S)
         try:
             workers = await GatewayClient(services.gateway_url, http, PROBE_DEADLINE_S).workers()
         except ServiceError:
@@ -69,26 +106,67 @@ async def look(services: Services) -> tuple[list[Probe], dict[str, str]]:
     return probes, {worker.url: "ready" if worker.usable else worker.status for worker in workers}
 
 
+async def _out_of_gateway(services: Services, url: str) -> str:
+    """Take it out now; what is known of that."""
+    from rl360.engines.client import open_http
+    from rl360.engines.gateway import GatewayClient
+    from rl360.errors import ServiceError
+
+    async with open_http() as http:
+        try:
+            await GatewayClient(services.gateway_url, http).remove(url, 20.0)
+        except ServiceError as error:
+            return f"the gateway did not answer ({error})"
+    return "it gets no new requests"
+
+
+def _row(name: str, probe: Probe, gateway: dict[str, str], slot: Slot | None, version: str | None) -> dict[str, Any]:
+    """One engine: what the log says, what it answers, what the gateway does with it, and why."""
+    word = gateway.get(probe.url, "absent")
+    live = "answers" if probe.identity else "silent" if probe.silent else "no answer"
+    row: dict[str, Any] = {
+        "engine": name,
+        "url": probe.url,
+        "live": live,
+        "gateway": word,
+        "version": probe.weight_version,
+    }
+    row["incarnation"] = probe.identity.incarnation if probe.identity else None
+    if slot is None:
+        state = engine_state(probe, word == "ready", version)
+        return row | {"state": state, "reason": probe.reason, "owner": None, "launcher": "supervised", "logged": False}
+    row |= {
+        "state": str(slot.state),
+        "owner": slot.owner,
+        "launcher": slot.launcher,
+        "logged": True,
+        "since": slot.since,
+    }
+    why = [slot.reason]
+    if probe.identity is not None and slot.incarnation and probe.identity.incarnation != slot.incarnation:
+        why.append("another incarnation answers now")
+    elif probe.identity is None and slot.state not in ("gone", "fenced", "suspect"):
+        why.append(probe.reason or "does not answer")
+    if slot.state == "serving" and word != "ready":
+        why.append("not in the gateway; the next push or step puts it back")
+    row |= {"reason": "; ".join(why), "evidence": slot.evidence, "member": slot.member is not False}
+    return row | {"unproven": [item.model_dump() for item in slot.unproven]}
+
+
 def describe(
-    probes: list[Probe], gateway: dict[str, str], intents: list[Intent], last: PushRecord | None, store: Store
+    named: dict[str, Probe],
+    gateway: dict[str, str],
+    state: FleetState,
+    intents: list[Intent],
+    last: PushRecord | None,
+    store: Store,
 ) -> dict[str, Any]:
     """The whole picture as plain data."""
+    from rl360.engines.keeper import other_keepers
     from rl360.weights import fence
     from rl360.weights.messages import PushStatus
 
     version = last.version if last is not None and last.status is PushStatus.CONFIRMED else None
-    engines = [
-        {
-            "engine": f"engine-{number}",
-            "url": probe.url,
-            "state": engine_state(probe, gateway.get(probe.url) == "ready", version),
-            "version": probe.weight_version,
-            "incarnation": probe.identity.incarnation if probe.identity else None,
-            "gateway": gateway.get(probe.url, "absent"),
-            "reason": probe.reason,
-        }
-        for number, probe in enumerate(probes)
-    ]
     unfinished = [
         {
             "epoch": intent.epoch,
@@ -105,17 +183,28 @@ def describe(
         for intent in intents
     ]
     return {
-        "engines": engines,
+        "engines": [_row(name, probe, gateway, state.slots.get(name), version) for name, probe in named.items()],
+        "keepers": other_keepers(store, ""),
+        "log": {"entries": state.seq},
         "unfinished": unfinished,
         "last_push": None if last is None else last.model_dump(mode="json", exclude={"engines"}),
     }
 
 
-def print_status(picture: dict[str, Any]) -> None:
+def print_status(picture: dict[str, Any], recent: list[Entry]) -> None:
     """One line an engine, one a push that is unfinished, and what to do about it."""
     for row in picture["engines"]:
+        held = f"  held by {row['owner']}" if row["owner"] else ""
         why = f"  ({row['reason']})" if row["reason"] else ""
-        typer.echo(f"{row['engine']}  {row['state']:<9}  {row['version'] or '-'}  gateway: {row['gateway']}{why}")
+        shown = f"{row['engine']:<13} {row['state']:<9}  {row['version'] or '-':<12} {row['live']:<9}"
+        typer.echo(f"{shown} gateway: {row['gateway']}{held}{why}")
+        for item in row.get("unproven", []):
+            typer.echo(f"  not proven gone: incarnation {item['incarnation']}, before this one: {item['evidence']}")
+            typer.echo(f"  then: rl360 fleet confirm-gone {row['engine']} --reason '...'")
+        if row["state"] == "fenced":
+            typer.echo(f"  {row['evidence']}")
+    keepers = "; ".join(picture["keepers"])
+    typer.echo(f"keeper: {keepers or 'none; between pushes nobody looks after the engines (`rl360 fleet keep`)'}")
     last = picture["last_push"]
     if last is not None:
         typer.echo(
@@ -126,55 +215,220 @@ def print_status(picture: dict[str, Any]) -> None:
         typer.echo(f"push epoch {push['epoch']} of {push['version']} {state}")
         for note in push["unconfirmed"]:
             typer.echo(f"  not proven gone: {note['identity']['url']}: {note['evidence']}\n  then: {note['command']}")
+    for line in (line for entry in recent for line in entry_lines(entry)):
+        typer.echo(line)
 
 
-def status(json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
-    """Show every engine and every unfinished push. Exits 1 when an engine is not serving or a push is unfinished.
+def entry_lines(entry: Entry) -> list[str]:
+    """One line an event."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.at))
+    return [
+        f"{at}  {entry.seq:>6}  {event.engine:<13} {event.was or 'new':>9} -> {event.to:<9}  {entry.owner[:24]:<24}  "
+        f"{event.reason}{f' [{event.evidence}]' if event.evidence else ''}"
+        for event in entry.events
+    ]
+
+
+def status(
+    json: JsonOption = False,
+    last: Annotated[int, typer.Option(min=0, help="Entries of the log to show below.")] = 5,
+) -> None:
+    """Show every engine, why it is what it is, and every unfinished push. Exits 1 when one is not serving.
 
     Example: rl360 fleet status
     """
-    from rl360.config.services import load_services
-    from rl360.store.object_store import ObjectStore
     from rl360.weights import fence
 
-    services = load_services()
-    store = ObjectStore.from_services(services)
-    probes, gateway = asyncio.run(look(services))
-    picture = describe(probes, gateway, fence.open_intents(store), fence.last_record(store), store)
+    services, store, log = _open()
+    state = log.refresh()
+    known = {
+        name: url
+        for name, url in known_engines(services, state).items()
+        if (slot := state.slots.get(name)) is None or slot.member is not False or slot.state != "gone" or slot.unproven
+    }
+    asked = [url for url in known.values() if url]
+    probes, gateway = asyncio.run(look(services, asked))
+    named = _named(known, probes)
+    picture = describe(named, gateway, state, fence.open_intents(store), fence.last_record(store), store)
     if json:
         typer.echo(orjson.dumps(picture).decode())
     else:
-        print_status(picture)
-    if picture["unfinished"] or any(row["state"] != "serving" for row in picture["engines"]):
+        print_status(picture, log.recent(last))
+    rows = [row for row in picture["engines"] if row.get("member", True)]
+    wrong = any(row["state"] != "serving" or row["live"] != "answers" or row["gateway"] != "ready" for row in rows)
+    if picture["unfinished"] or wrong:
         raise typer.Exit(1)
 
 
+def _named(known: dict[str, str], probes: list[Probe]) -> dict[str, Probe]:
+    from rl360.engines.fleet import Probe
+
+    found = {probe.url: probe for probe in probes}
+    unknown = Probe("", None, None, False, "its URL is not known yet")
+    return {name: found.get(url, unknown) for name, url in known.items()}
+
+
+def events(
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="Entries, newest last.")] = 20,
+    engine: Annotated[str, typer.Option(help="Only those of this engine.")] = "",
+    json: JsonOption = False,
+) -> None:
+    """Show the fleet's log: who moved which engine, when, why, and what was seen.
+
+    Example: rl360 fleet events -n 50 --engine engine-1
+    """
+    _, _, log = _open()
+    for entry in log.recent(number):
+        kept = tuple(event for event in entry.events if engine in ("", event.engine))
+        if not kept:
+            continue
+        shown = entry.model_copy(update={"events": kept})
+        if json:
+            typer.echo(shown.model_dump_json(by_alias=True))
+        else:
+            typer.echo("\n".join(entry_lines(shown)))
+
+
+def add(
+    engine: Annotated[str, typer.Argument(help="URL of a running engine, or an engine that was removed.")] = "",
+    local: Annotated[int, typer.Option(min=0, max=64, help="Start so many more on this machine.")] = 0,
+    launcher: Annotated[str, typer.Option(help="local, kubernetes or slurm: what starts --count more.")] = "",
+    count: Annotated[int, typer.Option(min=1, max=4096, help="With --launcher: how many.")] = 1,
+    reason: ReasonOption = "",
+    wait: WaitOption = 120.0,
+) -> None:
+    """Bring engines into the fleet. Each gets its first request after a push has read its weights back."""
+    from rl360.engines import membership
+    from rl360.errors import BadInput
+
+    services, store, log = _open()
+    if sum(map(bool, (engine, local, launcher))) != 1:
+        raise BadInput("rl360 fleet add: give one of a URL, a removed engine, --local N or --launcher NAME")
+    why = reason or "added by a person"
+    if not engine:
+        names = membership.start_more(log, services, launcher or "local", local or count, _me(), why)
+        typer.echo(f"{', '.join(names)}: the keeper starts {'it' if len(names) == 1 else 'them'}")
+        _tell_keeper(store)
+        return
+    state = log.refresh()
+    if engine.startswith(("http://", "https://")) and engine.rstrip("/") not in known_engines(services, state).values():
+        probes, _ = asyncio.run(look(services, [engine.rstrip("/")]))
+        if probes[0].identity is None:
+            raise BadInput(f"{engine} does not answer as an engine ({probes[0].reason}); start it first")
+        name = membership.add_external(log, probes[0].identity, _me(), why)
+        typer.echo(f"{name} ({engine}) joins with the next push")
+        return
+    name, url = find_engine(services, state, engine)
+    probes, _ = asyncio.run(look(services, [url])) if url else ([], {})
+    membership.take_back(log, name, probes[0].identity if probes else None, _me(), why, wait)
+    typer.echo(f"{name} is the fleet's again; it serves when the next push has confirmed it")
+    _tell_keeper(store)
+
+
+def _tell_keeper(store: Store) -> None:
+    from rl360.engines.keeper import other_keepers
+
+    if not other_keepers(store, ""):
+        typer.echo("no keeper runs that would do it: start one with `rl360 fleet keep`")
+
+
+def remove(engine: EngineArgument, reason: ReasonOption = "", wait: WaitOption = 120.0) -> None:
+    """Take an engine out now: no traffic, its processes ended, what it had in flight cut off. Sessions go on elsewhere.
+
+    Example: rl360 fleet remove engine-1 --reason "ECC errors"
+    """
+    from rl360.engines import membership
+
+    services, store, log = _open()
+    name, url = find_engine(services, log.refresh(), engine)
+    membership.remove(log, services, name, url, _me(), reason or "removed by a person", wait)
+    told = asyncio.run(_out_of_gateway(services, url)) if url else "it never answered"
+    typer.echo(f"{name}: removed; {told}; the keeper ends it and proves it (`rl360 fleet status`)")
+    _tell_keeper(store)
+
+
+def drain(engine: EngineArgument, reason: ReasonOption = "", wait: WaitOption = 120.0) -> None:
+    """Take an engine out once what it has in flight is done: no new requests from now on, then its processes are ended.
+
+    Example: rl360 fleet drain engine-1 --reason "node maintenance"
+    """
+    from rl360.engines import membership
+
+    services, store, log = _open()
+    name, url = find_engine(services, log.refresh(), engine)
+    membership.drain(log, services, name, url, _me(), reason or "drained by a person", wait)
+    told = asyncio.run(_out_of_gateway(services, url)) if url else "it never answered"
+    typer.echo(f"{name}: draining; {told}; the keeper ends it when nothing is in flight (`rl360 fleet status`)")
+    _tell_keeper(store)
+
+
 def confirm_gone(
-    engine: Annotated[str, typer.Argument(help="engine-0, engine-1, … or its URL.")],
+    engine: Annotated[str, typer.Argument(help="An engine's name or URL, or keeper:TOKEN.")],
     reason: Annotated[str, typer.Option(help="How you know that its processes are gone; kept for good.")],
 ) -> None:
-    """Give your word that an engine of an unfinished push is gone, so that the push may be tried again.
+    """Give your word that an engine (or a keeper) is gone whose end nothing here can prove.
 
     Example: rl360 fleet confirm-gone engine-1 --reason "node n7 was powered off"
     """
-    from rl360.config.services import load_services
-    from rl360.errors import BadInput
-    from rl360.store.object_store import ObjectStore
-    from rl360.weights import fence
+    from rl360.engines import membership
 
-    services = load_services()
-    store = ObjectStore.from_services(services)
-    url = engine_url(services, engine)
-    probes, _ = asyncio.run(look(services))
-    named = {e.incarnation for intent in fence.open_intents(store) for e in intent.engines if e.url == url}
-    for probe in probes:
-        if probe.url == url and probe.identity is not None and probe.identity.incarnation in named:
-            raise BadInput(
-                f"{engine} answers now as incarnation {probe.identity.incarnation}: it is not gone; stop it first"
-            )
-    words = fence.confirm_gone(store, url, reason, by=f"{getpass.getuser()}@{socket.gethostname()}")
-    for word in words:
-        typer.echo(
-            f"recorded: {word.url} incarnation {word.incarnation} of push epoch {word.epoch} is gone ({word.reason})"
-        )
-    typer.echo("now resume the step")
+    services, store, log = _open()
+    if engine.startswith("keeper:"):
+        membership.keeper_is_gone(store, engine, reason, _me())
+        typer.echo(f"recorded: {engine} is gone ({reason})")
+        return
+    name, url = find_engine(services, log.refresh(), engine)
+    probes, _ = asyncio.run(look(services, [url])) if url else ([], {})
+    now = probes[0].identity if probes else None
+    for line in membership.is_gone(store, log, name, url, now, reason, _me()):
+        typer.echo(f"recorded: {line}")
+
+
+def keep(
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between rounds.")] = 5.0,
+    suspect_after: Annotated[int, typer.Option(help="Rounds missed in a row that cost an engine its traffic.")] = 4,
+    fence_after: Annotated[int, typer.Option(help="Rounds missed in a row that end it.")] = 12,
+    generate_every: Annotated[float, typer.Option(help="Seconds between sampled tokens of an idle engine.")] = 60.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds a draining engine has for what is in flight.")] = 600.0,
+    once: Annotated[bool, typer.Option("--once", help="One round, then end.")] = False,
+) -> None:
+    """Look after the engines between pushes until SIGTERM: suspect, fence, replace, drain. One keeper a fleet.
+
+    Example: rl360 fleet keep --every 5 --suspect-after 4 --fence-after 12
+    """
+    from rl360.engines.keeper import KeepOptions
+
+    options = KeepOptions(
+        every_s=every,
+        suspect_after=suspect_after,
+        fence_after=fence_after,
+        generate_every_s=generate_every,
+        drain_s=drain_s,
+    )
+    asyncio.run(_keep(options, once))
+
+
+async def _keep(options: Any, once: bool) -> None:
+    import signal
+
+    from rl360.engines.client import open_http
+    from rl360.engines.keeper import Keeper
+
+    services, store, _ = _open()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with open_http() as http:
+        keeper = Keeper(store, services, options, http, lambda line: print(time.strftime("%H:%M:%S"), line, flush=True))
+
+        def beat() -> None:
+            """The supervisor's probe: a file as fresh as the last round."""
+            if once:
+                stop.set()
+            path = os.path.join(services.home, "fleet.json")
+            with open(f"{path}.{os.getpid()}", "wb") as stream:
+                told = {"incarnation": os.environ.get("RL360_INCARNATION", ""), "keeper": keeper.me}
+                stream.write(orjson.dumps(told | {"pid": os.getpid(), "at": time.time()}))
+            os.replace(f"{path}.{os.getpid()}", path)
+
+        await keeper.run(stop, beat)

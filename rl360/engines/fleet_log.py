@@ -140,7 +140,8 @@ def _apply(slot: Slot | None, entry: Entry, event: Event) -> Slot:
     if slot is not None and begins and slot.state is EngineState.FENCED:
         left = Unproven(url=slot.url, incarnation=slot.incarnation, evidence=slot.evidence or slot.reason)
         unproven = (*unproven, left)
-    unproven = tuple(item for item in unproven if item.incarnation != event.confirms)
+    # a person knows that it is gone, or it answers again and is looked after
+    unproven = tuple(item for item in unproven if item.incarnation not in (event.confirms, event.incarnation or None))
     kept = None if slot is None or begins else slot
     return Slot(
         name=event.engine,
@@ -167,6 +168,10 @@ def _check(slot: Slot | None, entry: Entry, event: Event, begins: bool) -> None:
     name, state = event.engine, slot.state if slot else None
     if slot is not None and slot.owner not in (None, entry.owner) and event.took_from != slot.owner:
         raise FleetConflict(f"{name} belongs to {slot.owner}, {entry.owner} may not move it")
+    if event.holds and entry.owner.startswith("person:"):
+        raise FleetConflict(
+            f"{name}: {entry.owner} can't hold a slot: nothing would show that a person is done with it"
+        )
     if event.took_from and not event.evidence:
         raise FleetConflict(f"{name}: {entry.owner} takes it from {event.took_from} without evidence that it is over")
     if event.was is not state:
@@ -258,8 +263,6 @@ def arrival(
 def claim_is_over(store: fence.Store, owner: str) -> str:
     """How it is known that this owner can't act any more; empty when it is not known."""
     kind, _, rest = owner.partition(":")
-    if kind == "person":
-        return "a person's claim lasts for one entry"
     if kind == "push":
         return f"push epoch {rest} has ended" if store.exists(fence.end_key(int(rest))) else ""
     if store.exists(f"{KEEPERS}{rest}/end.json"):

@@ -1,0 +1,501 @@
+"""The keeper: the one process that looks after engines between pushes (`rl360 fleet keep`).
+
+Each round it asks every engine of the fleet how it is and does at most the next safe thing for each. An engine that
+misses `suspect_after` rounds is suspect and gets no traffic; one that misses `fence_after`, or whose process is gone,
+is fenced: out of the gateway first, then its processes ended, then their end proven; then its launcher starts another.
+A suspect that answers again is joining. Who joins gets traffic from the next push that confirms it, never from here.
+
+The keeper owns what it mends by a claim in the fleet's log, so a push leaves it alone; it leaves alone what a push
+owns, and while a push is open it only watches. Killed at any point, its successor goes on where the log says it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from rl360.config.services import Services
+from rl360.engines import health
+from rl360.engines.client import EngineClient
+from rl360.engines.fleet import EngineIdentity, EngineState
+from rl360.engines.fleet_log import (
+    KEEPERS,
+    Event,
+    FleetLog,
+    FleetState,
+    Slot,
+    arrival,
+    change,
+    claim_is_over,
+    read_lease,
+    taking,
+    walk,
+)
+from rl360.engines.gateway import GatewayClient, Worker
+from rl360.engines.launchers import open_launcher
+from rl360.engines.launchers.base import Handle, Launcher, Start, handle_of
+from rl360.engines.members import SUPERVISED, members, settle
+from rl360.engines.processes import EndProof
+from rl360.errors import BadInput, Rl360Error
+from rl360.weights import fence
+
+S = EngineState
+GATEWAY_S = 20.0
+STRAYS_EVERY_S = 60.0
+BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
+PROBE_IDS = (1, 2)
+
+
+@dataclass(frozen=True)
+class KeepOptions:
+    """How often, how long, how patient. A round that finds nothing wrong costs two requests an engine."""
+
+    every_s: float = 5.0
+    ping_s: float = 5.0
+    look_s: float = 15.0
+    suspect_after: int = 4
+    fence_after: int = 12
+    generate_every_s: float = 60.0
+    generate_s: float = 60.0
+    end_s: float = 60.0
+    start_s: float = 600.0
+    drain_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.suspect_after <= self.fence_after:
+            raise BadInput(
+                f"suspect after {self.suspect_after} misses and fenced after {self.fence_after}: the first must be at "
+                "least 1 and not more than the second"
+            )
+
+
+@dataclass
+class Watch:
+    """What the keeper remembers of one engine between rounds; lost with it, and only costs patience."""
+
+    misses: int = 0
+    asked_at: float = 0.0
+    starts: int = 0
+    not_before: float = 0.0
+
+
+@dataclass
+class Keeper:
+    """One keeper of one fleet. `say` gets one line for whatever it does."""
+
+    store: fence.Store
+    services: Services
+    options: KeepOptions
+    http: httpx.AsyncClient
+    say: Callable[[str], None]
+    launchers: dict[str, Launcher] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lease = fence.new_owner()
+        self.me = f"keeper:{self.lease.token}"
+        self.log = FleetLog(self.store)
+        self.gateway = GatewayClient(self.services.gateway_url, self.http)
+        self.vocabulary = health.vocabulary_of(self.services.model_dir)
+        self.watches: dict[str, Watch] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.strays_at = 0.0
+
+    async def run(self, stop: asyncio.Event, beat: Callable[[], None]) -> None:
+        """Rounds until `stop`; `beat` after each. A round that fails is said and the next one tries again."""
+        await self.open()
+        try:
+            while not stop.is_set():
+                try:
+                    await self.round()
+                except Rl360Error as error:
+                    self.say(f"round failed: {error}")
+                beat()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), self.options.every_s)
+        finally:
+            await self.close()
+
+    async def open(self) -> None:
+        """Write the lease, then look for others: of two keepers that start at once at most one stays."""
+        fence.mark_running(self.lease, True)
+        put = f"{KEEPERS}{self.lease.token}/lease.json"
+        await asyncio.to_thread(self.store.put_once, put, self.lease.model_dump_json().encode())
+        others = await asyncio.to_thread(other_keepers, self.store, self.lease.token)
+        if others:
+            await self.close()
+            raise Rl360Error(
+                f"another keeper may run: {'; '.join(others)}. Stop it; when you know that it is gone: "
+                f"rl360 fleet confirm-gone {others[0].partition(' ')[0]} --reason '...'"
+            )
+
+    async def close(self) -> None:
+        """What it was about to do is left to its successor, as a claim in the log."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        fence.mark_running(self.lease, False)
+        await asyncio.to_thread(self.store.put_once, f"{KEEPERS}{self.lease.token}/end.json", b"{}")
+
+    async def round(self) -> None:
+        """Look at every engine, then mend each."""
+        state = await asyncio.to_thread(self.log.refresh)
+        urls = {name: slot.url for name, slot in state.slots.items() if slot.url} | members(
+            state, self.services.engine_urls
+        )
+        seen = dict(
+            zip(urls, await asyncio.gather(*(self.look(state, name, url) for name, url in urls.items())), strict=True)
+        )
+        try:
+            workers = {worker.url: worker for worker in await self.gateway.workers()}
+        except Rl360Error as error:
+            self.say(f"gateway: {error}")
+            workers = {}
+        # in this order: a push that is over has written its end before it gives its engines back
+        if await asyncio.to_thread(fence.open_intents, self.store):
+            self.watches.clear()  # engines are paused and busy: what they missed says nothing
+            return
+        state = await asyncio.to_thread(self.log.refresh)
+        await self.end_strays(state)
+        for name in {**urls, **state.slots}:
+            if name not in self.tasks:
+                found = seen.get(name, health.Seen(reason="its URL is not known yet"))
+                mending = self.mend(name, state.slots.get(name), found, workers)
+                self.tasks[name] = asyncio.create_task(mending, name=name)
+        # ending one engine takes a while: the others are looked at meanwhile
+        if self.tasks:
+            await asyncio.wait(self.tasks.values(), timeout=self.options.every_s)
+        self.reap()
+
+    def reap(self) -> None:
+        """Say what finished tasks met; a defect stops the keeper."""
+        for name, task in list(self.tasks.items()):
+            if task.done():
+                del self.tasks[name]
+                error = task.exception()
+                if isinstance(error, Rl360Error):
+                    self.say(f"{name}: {error}")
+                elif error is not None:
+                    raise error
+
+    async def look(self, state: FleetState, name: str, url: str) -> health.Seen:
+        slot = state.slots.get(name)
+        known = EngineIdentity(url=url, incarnation=slot.incarnation, process=slot.process) if slot else None
+        return await health.look(
+            EngineClient(url, self.http, self.options.look_s), known, self.options.ping_s, self.options.look_s
+        )
+
+    def watch(self, name: str) -> Watch:
+        return self.watches.setdefault(name, Watch())
+
+    def launcher(self, slot: Slot) -> Launcher:
+        if slot.launcher not in self.launchers:
+            self.launchers[slot.launcher] = open_launcher(slot.launcher, self.services)
+        return self.launchers[slot.launcher]
+
+    async def write(self, slot: Slot | None, events: Sequence[Event]) -> Slot | None:
+        """Write the events if the slot is still as it was seen; the slot after them, or None when somebody moved it."""
+        name = events[0].engine
+
+        def decide(state: FleetState) -> list[Event]:
+            now = state.slots.get(name)
+            if now != slot:
+                return []
+            over = claim_is_over(self.store, now.owner) if now and now.owner not in (None, self.me) else ""
+            if now is not None and now.owner not in (None, self.me) and not over:
+                return []
+            return taking(list(events), now, self.me, over)
+
+        state = await asyncio.to_thread(self.log.append, self.me, decide)
+        after = state.slots.get(name)
+        if after == slot:
+            return None
+        for event in events:
+            self.say(
+                f"{name}: {event.was or 'new'} -> {event.to}: {event.reason}"
+                + (f" ({event.evidence})" if event.evidence else "")
+            )
+        return after
+
+    async def mend(self, name: str, slot: Slot | None, seen: health.Seen, workers: dict[str, Worker]) -> None:
+        """The next safe thing for one engine."""
+        if slot is None:
+            if seen.identity is not None:
+                await self.write(None, arrival(None, name, seen.identity, SUPERVISED, "answers for the first time"))
+            return
+        if slot.owner not in (None, self.me):
+            if not await asyncio.to_thread(claim_is_over, self.store, slot.owner or ""):
+                return
+            if await self.settled(slot):
+                return  # as its push left it: the next round looks again
+        if slot.state is S.GONE:
+            await self.replace(slot, seen)
+        elif slot.state is S.FENCED:
+            await self.finish(slot, seen)
+        elif slot.state is S.DRAINING and slot.member is False:
+            await self.drain(slot, seen)
+        elif slot.state is S.SUSPECT:
+            await self.judge(slot, seen)
+        elif not slot.incarnation and seen.identity is None:
+            await self.starting(slot)
+        else:
+            await self.check(slot, seen, workers.get(slot.url))
+
+    async def settled(self, slot: Slot) -> bool:
+        """Write for a push what it could not write any more, when its record says what became of this engine."""
+        kind, _, epoch = (slot.owner or "").partition(":")
+        record = await asyncio.to_thread(fence.read_end, self.store, int(epoch)) if kind == "push" else None
+        if record is None or not any(o.identity.incarnation == slot.incarnation for o in record.engines):
+            return False
+        await asyncio.to_thread(settle, self.log, record)
+        return True
+
+    async def check(self, slot: Slot, seen: health.Seen, worker: Worker | None) -> None:
+        """joining, loading, confirmed, serving: alive, the same, and in the gateway only when it serves."""
+        watch = self.watch(slot.name)
+        if seen.identity is None:
+            watch.misses += 1
+            proof = await self.proof(slot)
+            if proof.gone:
+                await self.fence(slot, f"{seen.reason}; {proof.evidence}")
+            elif watch.misses >= self.options.suspect_after:
+                await self.suspect(slot, f"{watch.misses} misses in a row: {seen.reason}")
+            return
+        if seen.identity.incarnation != slot.incarnation:
+            await self.arrived(slot, seen.identity)
+            return
+        problem = await self.sample(slot, watch) if slot.state is S.SERVING else ""
+        watch.misses = watch.misses + 1 if problem else 0
+        if problem and watch.misses >= self.options.suspect_after:
+            await self.suspect(slot, f"{watch.misses} misses in a row: {problem}")
+        elif slot.state in (S.LOADING, S.CONFIRMED):
+            await self.write(slot, walk(slot, [S.SUSPECT, S.JOINING], "its push is over", version=""))
+        elif slot.state is S.DRAINING:
+            await self.write(slot, walk(slot, [S.JOINING], "released by a failed push; traffic after the next one"))
+        elif slot.state is S.JOINING and worker is not None and worker.usable:
+            self.say(f"{slot.name}: got traffic while joining; {await self.out_of_gateway(slot.url)}")
+
+    async def sample(self, slot: Slot, watch: Watch) -> str:
+        """One sampled token when it is idle and none was asked for a while; what was wrong, else empty."""
+        due = time.monotonic() - watch.asked_at > self.options.generate_every_s
+        if self.vocabulary is None or not (due or watch.misses):
+            return ""
+        if await health.in_flight(slot.url, self.http, self.options.ping_s) != 0:
+            return ""
+        watch.asked_at = time.monotonic()
+        ids = tuple(item % self.vocabulary for item in PROBE_IDS)
+        problem = await health.generate(slot.url, self.http, ids, self.vocabulary, self.options.generate_s)
+        paused = bool(problem and await asyncio.to_thread(fence.open_intents, self.store))
+        return "" if paused else problem
+
+    async def arrived(self, slot: Slot, identity: EngineIdentity) -> None:
+        """Another incarnation answers in its place: no traffic, the old one ended, then the new one joins."""
+        out = await self.out_of_gateway(slot.url) if slot.incarnation else ""
+        proof = await self.ended(slot) if slot.incarnation else None
+        if proof is not None and out:
+            proof = EndProof(gone=proof.gone, evidence=f"{out}; {proof.evidence}")
+        reason = "traffic after the next push" if slot.incarnation else "answers for the first time"
+        if await self.write(slot, arrival(slot, slot.name, identity, slot.launcher, reason, proof)):
+            self.watches.pop(slot.name, None)
+
+    async def suspect(self, slot: Slot, reason: str) -> Slot | None:
+        """No traffic from here on; it may still answer again."""
+        held = await self.write(slot, walk(slot, [S.SUSPECT], reason, holds=True))
+        if held is not None:
+            await self.out_of_gateway(slot.url)
+        return held
+
+    async def judge(self, slot: Slot, seen: health.Seen) -> None:
+        """A suspect: removed by a person or silent for good is fenced, one that answers again joins."""
+        watch = self.watch(slot.name)
+        await self.out_of_gateway(slot.url)  # also when it was out: the keeper before may have died over it
+        if slot.member is False:
+            await self.fence(slot, slot.reason)
+        elif seen.identity is not None and seen.identity.incarnation == slot.incarnation:
+            if await self.write(
+                slot, walk(slot, [S.JOINING], "answers again; traffic after the next push", version="")
+            ):
+                self.watches.pop(slot.name, None)
+        elif seen.identity is not None:
+            await self.arrived(slot, seen.identity)
+        else:
+            watch.misses = max(watch.misses, self.options.suspect_after) + 1
+            proof = await self.proof(slot)
+            if proof.gone or watch.misses >= self.options.fence_after:
+                await self.fence(slot, f"{watch.misses} misses in a row: {seen.reason}")
+
+    async def fence(self, slot: Slot, reason: str) -> None:
+        """suspect -> fenced -> gone: out of the gateway, ended, proven; unproven it stays fenced for a person."""
+        held: Slot | None = slot
+        if slot.state is not S.SUSPECT:
+            held = await self.suspect(slot, reason)
+        elif slot.owner != self.me:
+            held = await self.write(slot, walk(slot, [S.SUSPECT], reason, holds=True))
+        if held is None:
+            return
+        out = await self.out_of_gateway(held.url)
+        held = await self.write(held, walk(held, [S.FENCED], reason, evidence=out, holds=True))
+        if held is not None:
+            await self.bury(held, await self.ended(held), out)
+
+    async def bury(self, slot: Slot, proof: EndProof, out: str = "") -> None:
+        """fenced -> gone with the proof, or fenced with what is missing, given back so that a person may confirm."""
+        evidence = "; ".join(part for part in (out, proof.evidence) if part)
+        told = f"{evidence}; not proven gone, then: rl360 fleet confirm-gone {slot.name} --reason '...'"
+        if proof.gone:
+            await self.write(slot, walk(slot, [S.GONE], slot.reason, evidence=evidence))
+        elif slot.owner is not None or slot.evidence != told:
+            await self.write(slot, walk(slot, [S.FENCED], slot.reason, evidence=told))
+
+    async def finish(self, slot: Slot, seen: health.Seen) -> None:
+        """fenced: ended when its keeper died over it, looked at again when its end was not proven, or replaced."""
+        if seen.identity is not None and seen.identity.incarnation != slot.incarnation and slot.member is not False:
+            await self.arrived(slot, seen.identity)
+        elif slot.owner is not None:
+            out = await self.out_of_gateway(slot.url)
+            await self.bury(slot, await self.ended(slot), out)
+        else:
+            proof = await self.proof(slot)
+            if proof.gone:
+                await self.bury(slot, proof)
+
+    async def replace(self, slot: Slot, seen: health.Seen) -> None:
+        """gone: the launcher starts another, or something outside has."""
+        watch = self.watch(slot.name)
+        if slot.member is False:
+            return
+        if not self.launcher(slot).starts:
+            if seen.identity is not None and seen.identity.incarnation != slot.incarnation:
+                await self.arrived(slot, seen.identity)
+            return
+        if time.monotonic() < watch.not_before:
+            return
+        watch.starts += 1
+        watch.not_before = time.monotonic() + min(BACKOFF_MAX_S, BACKOFF_S * 2**watch.starts)
+        fresh: dict[str, Any] = {
+            "incarnation": "",
+            "process": None,
+            "ref": {},
+            "epoch": None,
+            "version": "",
+            "evidence": "",
+        }
+        url = slot.url if slot.launcher == "local" else ""
+        await self.write(slot, [change(slot, S.JOINING, f"replaces what is gone: {slot.reason}", url=url, **fresh)])
+
+    async def starting(self, slot: Slot) -> None:
+        """joining, never seen: have it started, find its URL, give up after `start_s`."""
+        launcher, watch, handle = self.launcher(slot), self.watch(slot.name), handle_of(slot)
+        if not launcher.starts:
+            return
+        if slot.process is None and not slot.ref:
+            if time.monotonic() < watch.not_before and watch.misses:
+                return
+            watch.misses += 1
+            watch.not_before = time.monotonic() + min(BACKOFF_MAX_S, BACKOFF_S * 2**watch.misses)
+            made = await launcher.start(self.start_of(slot), self.options.end_s)
+            await self.write(slot, [self.told(slot, made, f"{slot.launcher} started {made.mark}")])
+            watch.misses = 0
+            return
+        proof = await self.proof(slot)
+        if proof.gone:
+            await self.fence(slot, f"ended before it answered: {proof.evidence}")
+        elif time.time() - slot.since > self.options.start_s:
+            await self.fence(slot, f"did not answer within {self.options.start_s:g} s of its start")
+        elif not slot.url:
+            located = await launcher.locate(handle, self.options.look_s)
+            if located.url:
+                await self.write(slot, [self.told(slot, located, f"is at {located.url}")])
+
+    def start_of(self, slot: Slot) -> Start:
+        port = urlsplit(slot.url).port or 13_000
+        number = int(slot.name.rpartition("-")[2])
+        return Start(
+            name=slot.name, number=slot.starts, model_dir=self.services.model_dir, port=port, seed=1000 + number
+        )
+
+    def told(self, slot: Slot, handle: Handle, reason: str) -> Event:
+        return change(
+            slot,
+            S.JOINING,
+            reason,
+            url=handle.url or slot.url,
+            process=handle.process or slot.process,
+            ref=dict(handle.ref),
+        )
+
+    async def drain(self, slot: Slot, seen: health.Seen) -> None:
+        """draining for good: no new requests, those in flight may end, then it is ended."""
+        out = await self.out_of_gateway(slot.url)
+        late = time.time() - slot.since > self.options.drain_s
+        left = await health.in_flight(slot.url, self.http, self.options.ping_s) if seen.identity else 0
+        if left and not late:
+            return
+        how = f"{left} requests were cut off after {self.options.drain_s:g} s" if left else "nothing was in flight"
+        proof = await self.ended(slot)
+        evidence = f"{out}; {how}; {proof.evidence}"
+        if proof.gone:
+            await self.write(slot, walk(slot, [S.GONE], slot.reason, evidence=evidence))
+        else:
+            await self.write(slot, walk(slot, [S.SUSPECT, S.FENCED], slot.reason, evidence=evidence))
+
+    async def proof(self, slot: Slot) -> EndProof:
+        """Whether it is gone, by its launcher or by a person's word."""
+        return await self._proven(slot, await self.launcher(slot).proof(handle_of(slot), self.options.look_s))
+
+    async def ended(self, slot: Slot) -> EndProof:
+        return await self._proven(slot, await self.launcher(slot).end(handle_of(slot), self.options.end_s))
+
+    async def _proven(self, slot: Slot, proof: EndProof) -> EndProof:
+        if proof.gone or not slot.incarnation:
+            return proof
+        identity = EngineIdentity(url=slot.url, incarnation=slot.incarnation)
+        if await asyncio.to_thread(fence.is_gone_confirmed, self.store, identity):
+            return EndProof(gone=True, evidence=f"a person confirmed that it is gone; {proof.evidence}")
+        return proof
+
+    async def out_of_gateway(self, url: str) -> str:
+        """Take it out; evidence of it, also when the gateway is down: then nobody gets there through it."""
+        if not url:
+            return "was never in the gateway"
+        try:
+            await self.gateway.remove(url, GATEWAY_S)
+        except Rl360Error as error:
+            return f"gateway did not answer: {error}"
+        return "out of the gateway"
+
+    async def end_strays(self, state: FleetState) -> None:
+        """End what a launcher of ours started and the log doesn't know: its keeper died, or its start came late."""
+        if time.monotonic() - self.strays_at < STRAYS_EVERY_S:
+            return
+        self.strays_at = time.monotonic()
+        for kind in sorted({slot.launcher for slot in state.slots.values()}):
+            launcher = self.launcher(next(slot for slot in state.slots.values() if slot.launcher == kind))
+            found = await launcher.find(self.options.look_s)
+            state = await asyncio.to_thread(self.log.refresh)  # after the look: a start is in the log before it is made
+            known = {f"{s.name}-{s.starts}" for s in state.slots.values() if s.state is not S.GONE}
+            for handle in found:
+                if handle.mark not in known:
+                    proof = await launcher.end(handle, self.options.end_s)
+                    self.say(f"{handle.mark}: {kind} runs it and the log does not know it; {proof.evidence}")
+
+
+def other_keepers(store: fence.Store, token: str) -> list[str]:
+    """Keepers whose end isn't known: `keeper:TOKEN (where)`."""
+    files: dict[str, set[str]] = {}
+    for key in store.list(KEEPERS):
+        name, _, kind = key[len(KEEPERS) :].partition("/")
+        files.setdefault(name, set()).add(kind)
+    found = []
+    for other in sorted(name for name, kinds in files.items() if name != token and kinds == {"lease.json"}):
+        if not claim_is_over(store, f"keeper:{other}"):
+            lease = read_lease(store, other)
+            where = f"pid {lease.process.pid} on {lease.host}" if lease else "unknown"
+            found.append(f"keeper:{other} ({where})")
+    return found

@@ -1,0 +1,268 @@
+"""Engines as pods, over the API server's HTTP: create, get, list, delete. Not run on a real cluster.
+
+The pod is `infra/kubernetes/engine-pod.yaml` (or `kubernetes/engine-pod.yaml` in the home) with name, labels, arguments
+and port filled in; everything else is the operator's. One start is one pod that is never restarted in place
+(`restartPolicy: Never`): another try is another pod. Proof of an end: the API server has no pod of that name, or one
+with another uid. A pod that is only being deleted, or whose node doesn't answer, is not gone; it is never deleted by
+force, because that removes the object and not the processes. Token and CA come from the service account and are read
+again for each call, for they rotate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import yaml
+
+from rl360.config.services import Services
+from rl360.engines.launchers.base import Handle, Start, fleet_id
+from rl360.engines.processes import EndProof
+from rl360.errors import BadInput, Rl360Error, ServiceError
+
+TEMPLATE = Path(__file__).resolve().parents[3] / "infra" / "kubernetes" / "engine-pod.yaml"
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+FLEET_LABEL, MARK_LABEL = "rl360/fleet", "rl360/engine"
+CALL_S = 10.0  # one try of one call
+GRACE_S = 30
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the API server is and who we are there. The token is read from its file at each call."""
+
+    url: str
+    namespace: str
+    token_path: Path
+    ca_path: Path | None = None
+
+    @classmethod
+    def of_pod(cls, env: Mapping[str, str], account: Path = ACCOUNT) -> Cluster:
+        """What Kubernetes gives every pod."""
+        host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT")
+        if not host or not port:
+            raise Rl360Error(
+                "launcher kubernetes: KUBERNETES_SERVICE_HOST and _PORT are not set; run `rl360 fleet keep` in a pod "
+                "(infra/kubernetes/fleet.yaml)"
+            )
+        try:
+            namespace = (account / "namespace").read_text().strip()
+        except OSError as error:
+            raise Rl360Error(f"launcher kubernetes: no service account in {account} ({error.strerror})") from None
+        host = f"[{host}]" if ":" in host else host
+        return cls(f"https://{host}:{port}", namespace, account / "token", account / "ca.crt")
+
+
+def render_pod(template: Mapping[str, Any], start: Start, fleet: str, namespace: str) -> dict[str, Any]:
+    """The pod of one start. `BadInput` when the template is not a pod with a container `engine`."""
+    pod = copy.deepcopy(dict(template))
+    if pod.get("apiVersion") != "v1" or pod.get("kind") != "Pod" or not isinstance(pod.get("spec"), dict):
+        raise BadInput("engine-pod.yaml: not a v1 Pod")
+    engines = [item for item in pod["spec"].get("containers") or [] if item.get("name") == "engine"]
+    if len(engines) != 1:
+        raise BadInput(f"engine-pod.yaml: {len(engines)} containers are called engine, there must be one")
+    pod["spec"]["restartPolicy"] = "Never"
+    meta = pod.setdefault("metadata", {})
+    meta |= {"name": f"rl360-{fleet}-{start.mark}", "namespace": namespace}
+    meta["labels"] = {**(meta.get("labels") or {}), FLEET_LABEL: fleet, MARK_LABEL: start.mark}
+    engines[0]["args"] = [*(engines[0].get("args") or []), *start.argv("0.0.0.0")]
+    engines[0]["ports"] = [{"name": "http", "containerPort": start.port}]
+    return pod
+
+
+def load_template(home: Path) -> dict[str, Any]:
+    """The home's own template, else the project's."""
+    own = home / "kubernetes" / "engine-pod.yaml"
+    path = own if own.is_file() else TEMPLATE
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise BadInput(f"{path}: cannot be read ({type(error).__name__})") from None
+    if not isinstance(found, dict):
+        raise BadInput(f"{path}: not a v1 Pod")
+    return found
+
+
+class KubernetesLauncher:
+    """Pods of one fleet in one namespace."""
+
+    kind = "kubernetes"
+    starts = True
+
+    def __init__(self, cluster: Cluster, template: Mapping[str, Any], fleet: str) -> None:
+        self.cluster = cluster
+        self.template = template
+        self.fleet = fleet
+        self.path = f"/api/v1/namespaces/{cluster.namespace}/pods"
+
+    @classmethod
+    def in_cluster(cls, services: Services) -> KubernetesLauncher:
+        return cls(Cluster.of_pod(os.environ), load_template(Path(services.home)), fleet_id(services))
+
+    async def start(self, start: Start, deadline_s: float) -> Handle:
+        pod = render_pod(self.template, start, self.fleet, self.cluster.namespace)
+        name = pod["metadata"]["name"]
+        status, made = await self._call("POST", self.path, pod, deadline_s)
+        if status == 409:  # an earlier try of this start whose reply was lost, or somebody else's pod
+            status, made = await self._call("GET", f"{self.path}/{name}", None, deadline_s)
+        if status == 404:
+            raise ServiceError(
+                f"pod {name}: the API server knows no namespace {self.cluster.namespace}, or lost the pod"
+            )
+        handle = self._handle(made)
+        if handle.mark != start.mark:
+            raise ServiceError(f"pod {name} is there and is not this fleet's (label {MARK_LABEL}); delete or rename it")
+        return handle
+
+    async def locate(self, handle: Handle, deadline_s: float) -> Handle:
+        pod = await self._pod(handle, deadline_s)
+        address = (pod or {}).get("status", {}).get("podIP")
+        if pod is None or not address:
+            return handle
+        containers = {item["name"]: item for item in pod["spec"]["containers"]}
+        port = containers["engine"]["ports"][0]["containerPort"]
+        host = f"[{address}]" if ":" in address else address
+        return handle.model_copy(update={"url": f"http://{host}:{port}", "ref": self._handle(pod).ref})
+
+    async def find(self, deadline_s: float) -> list[Handle]:
+        status, body = await self._call(
+            "GET", f"{self.path}?labelSelector={FLEET_LABEL}%3D{self.fleet}", None, deadline_s
+        )
+        items = body.get("items")
+        if status != 200 or not isinstance(items, list):
+            raise ServiceError(f"API server {self.cluster.url}: the list of pods has no items (status {status})")
+        return [self._handle(pod) for pod in items]
+
+    async def proof(self, handle: Handle, deadline_s: float) -> EndProof:
+        name = self._name(handle)
+        pod = await self._pod(handle, deadline_s)
+        if pod is None:
+            uid = handle.ref.get("uid")
+            return EndProof(
+                gone=True, evidence=f"the API server has no pod {name}" + (f" with uid {uid}" if uid else "")
+            )
+        state, meta = pod.get("status", {}), pod["metadata"]
+        leaving = f", being deleted since {meta['deletionTimestamp']}" if meta.get("deletionTimestamp") else ""
+        node = pod.get("spec", {}).get("nodeName") or "no node yet"
+        phase = state.get("phase", "phase unknown")
+        return EndProof(gone=False, evidence=f"pod {name} (uid {meta['uid']}) is there: {phase} on {node}{leaving}")
+
+    async def end(self, handle: Handle, deadline_s: float) -> EndProof:
+        until = time.monotonic() + deadline_s
+        pod = await self._pod(handle, deadline_s)
+        if pod is not None:
+            body = {"gracePeriodSeconds": GRACE_S, "preconditions": {"uid": pod["metadata"]["uid"]}}
+            # 404 and 409 (another uid by now) both mean that this pod is no more; the look below says so
+            await self._call("DELETE", f"{self.path}/{self._name(handle)}", body, max(1.0, until - time.monotonic()))
+        while True:
+            proof = await self.proof(handle, max(1.0, until - time.monotonic()))
+            if proof.gone or time.monotonic() > until:
+                return proof
+            await asyncio.sleep(POLL_S)
+
+    def _name(self, handle: Handle) -> str:
+        return handle.ref.get("pod") or f"rl360-{self.fleet}-{handle.mark}"
+
+    async def _pod(self, handle: Handle, deadline_s: float) -> dict[str, Any] | None:
+        """The pod of this handle; None when there is none of its name and uid."""
+        status, pod = await self._call("GET", f"{self.path}/{self._name(handle)}", None, deadline_s)
+        if status == 404:
+            return None
+        known = self._handle(pod)
+        wanted = handle.ref.get("uid")
+        if wanted and known.ref["uid"] != wanted:
+            return None
+        if known.mark != handle.mark:
+            raise ServiceError(f"pod {self._name(handle)} is not this fleet's: no label {MARK_LABEL}={handle.mark}")
+        return pod
+
+    def _handle(self, pod: Mapping[str, Any]) -> Handle:
+        try:
+            meta = pod["metadata"]
+            labels = meta.get("labels") or {}
+            mark = labels.get(MARK_LABEL, "") if labels.get(FLEET_LABEL) == self.fleet else ""
+            return Handle(mark=mark, ref={"pod": str(meta["name"]), "uid": str(meta["uid"])})
+        except (KeyError, TypeError, AttributeError):
+            raise ServiceError(f"API server {self.cluster.url}: a pod without name and uid") from None
+
+    def _token(self) -> str:
+        try:
+            return self.cluster.token_path.read_text().strip()
+        except OSError as error:
+            raise Rl360Error(f"launcher kubernetes: no token in {self.cluster.token_path} ({error.strerror})") from None
+
+    async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> tuple[int, dict[str, Any]]:
+        """Status 200-299, 404 or 409, and the body. Tries again what may pass (429, 5xx, no answer, one fresh token)
+        until the deadline; create and delete are safe to repeat by name and uid."""
+        until = time.monotonic() + deadline_s
+        verify: Any = httpx.create_ssl_context(verify=str(self.cluster.ca_path)) if self.cluster.ca_path else True
+        denied = 0
+        async with httpx.AsyncClient(verify=verify, trust_env=False) as http:
+            for attempt in range(1, 1000):
+                wait_s = min(5.0, 0.2 * 2**attempt)
+                try:
+                    reply = await http.request(
+                        method,
+                        self.cluster.url + path,
+                        content=None if body is None else orjson.dumps(body),
+                        headers={"authorization": f"Bearer {self._token()}", "content-type": "application/json"},
+                        timeout=max(0.1, min(CALL_S, until - time.monotonic())),
+                    )
+                except httpx.HTTPError as error:
+                    problem = f"no answer ({type(error).__name__})"
+                else:
+                    if reply.is_success or reply.status_code in (404, 409):
+                        return reply.status_code, self._json(reply)
+                    problem = f"answered {reply.status_code}: {_message(reply)}"
+                    denied += reply.status_code == 401
+                    self._refuse(method, reply, problem, denied)
+                    wait_s = _retry_after_s(reply, wait_s)
+                if time.monotonic() + wait_s > until:
+                    break
+                await asyncio.sleep(wait_s)
+        raise ServiceError(f"API server {self.cluster.url}: {method} {path} {problem}; gave up after {deadline_s:g} s")
+
+    def _refuse(self, method: str, reply: httpx.Response, problem: str, denied: int) -> None:
+        """Raise what trying again can't mend."""
+        where = f"API server {self.cluster.url}: {method} pods"
+        if reply.status_code == 401 and denied > 1:
+            raise ServiceError(f"{where} {problem}; the token in {self.cluster.token_path} is not taken")
+        if reply.status_code == 403:
+            raise Rl360Error(
+                f"{where} {problem}; the service account needs create, get, list and delete on pods in "
+                f"{self.cluster.namespace} (infra/kubernetes/fleet.yaml)"
+            )
+        if reply.status_code < 500 and reply.status_code not in (401, 429):
+            raise Rl360Error(f"{where} {problem}; look at infra/kubernetes/engine-pod.yaml")
+
+    def _json(self, reply: httpx.Response) -> dict[str, Any]:
+        try:
+            body = orjson.loads(reply.content)
+        except orjson.JSONDecodeError:
+            body = None
+        if not isinstance(body, dict):
+            raise ServiceError(f"API server {self.cluster.url}: reply is not a JSON object: {reply.text[:80]!r}")
+        return body
+
+
+def _message(reply: httpx.Response) -> str:
+    try:
+        body = orjson.loads(reply.content)
+    except orjson.JSONDecodeError:
+        body = {}
+    return str(body.get("message") if isinstance(body, dict) else reply.text)[:200]
+
+
+def _retry_after_s(reply: httpx.Response, default_s: float) -> float:
+    """Seconds the server asks us to wait, when it does so in seconds."""
+    given = reply.headers.get("retry-after", "")
+    return float(given) if given.isdecimal() else default_s
