@@ -48,13 +48,16 @@ def check_start(store: ObjectStore, services: Services, config: RunConfig) -> Ru
             raise BadInput(f"{judged}: is judged by an LLM; set judge.model and deadlines.judge_s (docs/judges.md)")
     if here:
         _refuse_model(settled, services.model_dir)
-    if settled.parent is not None and not store.exists(run_config_key(config.run)):
+    forked = settled.parent if not store.exists(run_config_key(config.run)) else None
+    if forked is not None:
         _refuse_parent(store, settled)
     healths = [_health(url) for url in [*services.session_urls, *(services.sandbox_urls if judged else ())]]
     told = _ask([*healths, *map(_model_info, services.engine_urls)])
     if judged is not None:
         _refuse_judge(judged, services, told)
     _refuse_services(settled, services, told)
+    if forked is not None:  # last: a start that is refused claims nothing
+        keep_for_fork(store, forked.run, forked.step)
     return settled
 
 
@@ -81,10 +84,9 @@ def _refuse_judge(task: str, services: Services, told: Told) -> None:
 
 
 def _refuse_parent(store: ObjectStore, config: RunConfig) -> None:
-    """A new run that names a parent starts from what is really there, and that stays there."""
+    """A new run that names a parent starts from what is really there."""
     assert config.parent is not None
     parent = load_frozen(store, config.parent.run)
-    keep_for_fork(store, parent.run, config.parent.step)
     if parent_at(store, parent, config.parent.step) != config.parent:
         raise BadInput(
             f"parent is not what the checkpoint of step {config.parent.step} of {parent.run} says; "

@@ -12,7 +12,6 @@ import typer
 
 from rl360.commands.prefect_api import TERMINAL, FlowRun, PrefectApi
 from rl360.commands.states import ended_text, step_at_work, waiting_for
-from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import Rl360Error, ServiceError, StoreUnavailable
 from rl360.ledger.metrics import step_json
@@ -26,15 +25,16 @@ _POLL_S = 1.0
 _SILENCE_S = 120.0  # how long Prefect may not answer (it restarts) before following ends
 
 
-def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> None:
-    """Show the run until its flow run ends (or, without one, what there is). `Rl360Error` when it did not complete."""
+def follow(services: Services, run: str, target: int, flow_run_id: str | None) -> None:
+    """Show the run of `target` steps until its flow run ends (or, without one, what there is). `Rl360Error` when it did
+    not complete."""
     store = ObjectStore.from_services(services)
     api = PrefectApi(services.prefect_api_url, services.prefect_ui_url)
     shown: set[int] = set()
     state: FlowRun | None = None
     heard_at = time.monotonic()
     try:
-        with LiveTable(config.run, config.steps) as table:
+        with LiveTable(run, target) as table:
             while True:
                 try:
                     state = api.flow_run(flow_run_id) if flow_run_id else None
@@ -47,19 +47,19 @@ def follow(services: Services, config: RunConfig, flow_run_id: str | None) -> No
                     continue
                 ended = state is None or state.state in TERMINAL
                 try:
-                    _show_new_steps(store, config.run, shown, table)
+                    _show_new_steps(store, run, shown, table)
                     if state is not None and not ended:
-                        table.update_phase(_phase(store, config, len(shown), state))
+                        table.update_phase(_phase(store, run, len(shown), target, state))
                 except StoreUnavailable as error:
                     table.update_phase(str(error))
                 if ended:
                     break
                 time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        typer.echo(f"left; the run goes on. Watch it again with `rl360 run watch {config.run}`")
+        typer.echo(f"left; the run goes on. Watch it again with `rl360 run watch {run}`")
         return
     if state is not None and state.state != "COMPLETED":
-        raise Rl360Error(ended_text(store, api, config.run, config.steps, state))
+        raise Rl360Error(ended_text(store, api, run, target, state))
 
 
 def _show_new_steps(store: ObjectStore, run: str, shown: set[int], table: LiveTable) -> None:
@@ -70,7 +70,7 @@ def _show_new_steps(store: ObjectStore, run: str, shown: set[int], table: LiveTa
             shown.add(step)
 
 
-def _phase(store: ObjectStore, config: RunConfig, step: int, state: FlowRun) -> str:
+def _phase(store: ObjectStore, run: str, step: int, target: int, state: FlowRun) -> str:
     if state.state_name not in ("Running", "Cancelling"):
         return waiting_for(state)
-    return "finishing" if step >= config.steps else step_at_work(store, config.run, step)
+    return "finishing" if step >= target else step_at_work(store, run, step)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from rl360.config.run import RunConfig
 from rl360.errors import Rl360Error, ServiceError
 
 _TIMEOUT_S = 20.0
@@ -36,8 +37,17 @@ class FlowRun:
     @property
     def run(self) -> str:
         """The run of rl360 that it belongs to; empty for flows of others."""
+        return str(self._config.get("run", ""))
+
+    @property
+    def steps(self) -> int:
+        """The steps that it was asked to reach."""
+        return int(self._config.get("steps") or RunConfig().steps)
+
+    @property
+    def _config(self) -> dict[str, Any]:
         config = self.parameters.get("config")
-        return str(config.get("run", "")) if isinstance(config, dict) else ""
+        return config if isinstance(config, dict) else {}
 
 
 class PrefectApi:

@@ -98,7 +98,14 @@ def resume(
     services = load_services()
     store = ObjectStore.from_services(services)
     asked = load_frozen(store, run).model_copy(update={"steps": load_target(store, run)})
-    launch(services, changed_config(asked, read_fields(None, fields, run=run, steps=steps)), follow=follow)
+    try:
+        config = changed_config(asked, read_fields(None, fields, run=run, steps=steps))
+    except BadInput as error:
+        fork = f"`rl360 run fork {run} NEW -s FIELD=VALUE`"
+        raise BadInput(
+            f"run {run} cannot go on under this {error}; what is frozen can change in a fork: {fork}"
+        ) from None
+    launch(services, config, follow=follow)
 
 
 @app.command(epilog="Example: rl360 run fork demo demo-slow --from-step 20 -s trainer.lr=0.0001")
@@ -186,15 +193,15 @@ def watch(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
     store = ObjectStore.from_services(services)
     newest = _api(services).newest_of(run)
     if newest is not None and newest.state in (*ACTIVE, "FAILED", "CRASHED"):
-        config = RunConfig.parse(newest.parameters["config"])  # its number of steps may be a newer one
+        target = newest.steps  # it may be a newer one
     else:
-        config = load_frozen(store, run).model_copy(update={"steps": load_target(store, run)})
+        target = load_target(store, run)
     done = next_step(store, run)
-    found = judge(store, run, done, config.steps, newest)
-    follow_run(services, config, newest.id if newest is not None and found.state != "done" else None)
+    found = judge(store, run, done, target, newest)
+    follow_run(services, run, target, newest.id if newest is not None and found.state != "done" else None)
     if found.state in ("new", "stopped"):
         typer.echo(
-            f"run {run} is {found.state}: {done} of {config.steps} steps done, nothing is at work on it; go on with "
+            f"run {run} is {found.state}: {done} of {target} steps done, nothing is at work on it; go on with "
             f"`rl360 run resume {run}`"
         )
 
@@ -259,7 +266,7 @@ def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = 
     busy = [item for item in active if item.run == config.run]
     if busy and join:
         typer.echo(f"run {config.run} is at work already: flow run {busy[0].name}  {api.run_url(busy[0].id)}")
-        follow_run(services, config, busy[0].id)
+        follow_run(services, config.run, config.steps, busy[0].id)
         return
     if busy:
         raise Rl360Error(
@@ -277,7 +284,7 @@ def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = 
     if ahead:
         typer.echo(f"it waits for {ahead[0]}: one flow run goes at a time")
     if follow:
-        follow_run(services, config, flow_run.id)
+        follow_run(services, config.run, config.steps, flow_run.id)
     else:
         typer.echo(f"not watched; `rl360 run watch {config.run}` shows how it goes, `rl360 run list` whether it failed")
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl360.commands.prefect_api import FlowRun, PrefectApi
-from rl360.config.run import RunConfig
 from rl360.errors import ServiceError, StoreUnavailable
 from rl360.ledger.read import list_runs
 from rl360.store.layout import run_config_key, step_prefix
@@ -42,12 +41,13 @@ class RunState:
 
 
 def judge(store: ObjectStore, run: str, done: int, target: int, newest: FlowRun | None) -> RunState:
-    """The state of a run with `done` of `target` steps whose newest flow run is `newest`."""
+    """The state of a run with `done` of `target` steps whose newest flow run is `newest`. A flow run that was to go on
+    past the target, and was refused before it could raise it, has failed, however many steps there are."""
     kind = newest.state if newest is not None else ""
     if newest is not None and kind in _ALIVE:
         detail = step_at_work(store, run, done) if _ALIVE[kind] == "running" else waiting_for(newest)
         return RunState(_ALIVE[kind], detail, newest)
-    if done >= target:
+    if done >= max(target, newest.steps if newest is not None and _ENDED.get(kind) == "failed" else 0):
         return RunState("done", "", newest)
     if newest is not None and kind in _ENDED:
         step, why = cause(newest)
@@ -74,9 +74,8 @@ def list_states(store: ObjectStore, api: PrefectApi) -> tuple[list[dict[str, Any
         rows.append(row | _shown(found))
     for run, flow_run in newest.items():
         if flow_run.state not in ("COMPLETED", "CANCELLED"):
-            target = int(flow_run.parameters["config"].get("steps") or RunConfig().steps)
-            head = {"run": run, "steps": 0, "state": "", "target_steps": target, "started_at": None}
-            rows.append(head | _shown(judge(store, run, 0, target, flow_run)))
+            head = {"run": run, "steps": 0, "state": "", "target_steps": flow_run.steps, "started_at": None}
+            rows.append(head | _shown(judge(store, run, 0, flow_run.steps, flow_run)))
     return rows, warning
 
 

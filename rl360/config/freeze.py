@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import orjson
 
 from rl360.config.run import RunConfig, frozen_differences
@@ -57,14 +59,15 @@ def note_target(store: ObjectStore, config: RunConfig) -> None:
     store.put(run_target_key(config.run), orjson.dumps({"steps": config.steps}))
 
 
-def load_frozen(store: ObjectStore, run: str) -> RunConfig:
-    """The config a run was started with; `BadInput` when there is no such run."""
+def load_frozen(store: ObjectStore, run: str, extra: Literal["ignore"] | None = None) -> RunConfig:
+    """The config a run was started with, also where today's rules would refuse a start under it; `BadInput` when there
+    is no such run. extra: of `RunConfig.parse`."""
     key = run_config_key(run)
     try:
         data = store.get(key)
     except KeyError:
         raise BadInput(f"no run {run!r} in bucket {store.bucket}; `rl360 run list` shows what there is") from None
-    return RunConfig.parse(data, where=key)
+    return RunConfig.parse(data, where=key, frozen=True, extra=extra)
 
 
 def _with_model(config: RunConfig, path: str) -> RunConfig:

@@ -7,10 +7,10 @@ for fields marked operational (pace, fleet, deadlines): they change how a run is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from rl360.errors import BadInput
 from rl360.objective.advantages import CRITIC
@@ -18,11 +18,25 @@ from rl360.objective.presets import PRESETS
 from rl360.store.layout import RUN_PATTERN
 
 OPERATIONAL: dict[str, Any] = {"operational": True}
+FROZEN = {"frozen": True}  # context of a validation
+Rules = Iterable[tuple[bool, str]]  # whether one is broken, and why that cannot be
 
 
 class _Section(BaseModel):
     # JSON has no infinity: frozen as null it would come back as another value, or as none that is allowed
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def _rules(self) -> Rules:
+        """What its fields must be to each other."""
+        return ()
+
+    @model_validator(mode="after")
+    def _keep_rules(self, info: ValidationInfo) -> Self:
+        """Not asked of what was frozen: a run that began before there was a rule can be read, not started."""
+        for broken, why in () if info.context == FROZEN else self._rules():
+            if broken:
+                raise ValueError(why)
+        return self
 
 
 class PolicyConfig(_Section):
@@ -77,11 +91,9 @@ class RolloutConfig(_Section):
         "mask", description="an agent_timeout without a verdict: infrastructure, or scored 0 as the policy's fault"
     )
 
-    @model_validator(mode="after")
-    def _pick_of_a_tree(self) -> RolloutConfig:
-        if self.pick != "last" and self.session_mode == "linear":
-            raise ValueError(f"pick {self.pick} says nothing with session_mode linear: one branch, one sample")
-        return self
+    def _rules(self) -> Rules:
+        why = f"pick {self.pick} says nothing with session_mode linear: one branch, one sample"
+        return ((self.pick != "last" and self.session_mode == "linear", why),)
 
 
 class SandboxConfig(_Section):
@@ -131,24 +143,12 @@ class DeadlinesConfig(_Section):
         600, gt=0, description="one optimizer step, a restore and replay included", json_schema_extra=OPERATIONAL
     )
 
-    @model_validator(mode="after")
-    def _nest(self) -> DeadlinesConfig:
-        parts = {
-            "queue": self.queue_s,
-            "setup": self.setup_s,
-            "agent": self.agent_s,
-            "verifier": self.verifier_s,
-            "judge": self.judge_s,
-            "collect": self.collect_s,
-            "slack": self.slack_s,
-        }
-        total = sum(parts.values())
-        if self.client_s < total:
-            summed = " + ".join(f"{name} {value:g}" for name, value in parts.items())
-            raise ValueError(
-                f"client_s {self.client_s:g} is less than {summed} = {total:g}; raise client_s or lower a part"
-            )
-        return self
+    def _rules(self) -> Rules:
+        names = ("queue", "setup", "agent", "verifier", "judge", "collect", "slack")
+        parts = (self.queue_s, self.setup_s, self.agent_s, self.verifier_s, self.judge_s, self.collect_s, self.slack_s)
+        total, summed = sum(parts), " + ".join(f"{name} {part:g}" for name, part in zip(names, parts, strict=True))
+        why = f"client_s {self.client_s:g} is less than {summed} = {total:g}; raise client_s or lower a part"
+        return ((self.client_s < total, why),)
 
 
 CRITIC_FIELDS = (
@@ -164,7 +164,6 @@ CRITIC_FIELDS = (
 _GROUP_FIELDS = ("disagreement_rtol", "filter_on")
 _KL_FIELDS = ("kl_coef", "kl_estimator", "kl_in", "reference")
 _FROZEN = {"disagreement_rtol", "veto", "off_policy_delta", "reduction_constant"}  # only a whole config names them all
-_KL_IN_REWARD = ("rloo", "reinforce_pp", CRITIC)
 
 
 class ObjectiveConfig(_Section):
@@ -262,106 +261,56 @@ class ObjectiveConfig(_Section):
             return given  # frozen before there was a KL term: the run goes on without one, whatever its recipe says now
         return {**PRESETS[name], **given}
 
-    @model_validator(mode="after")
-    def _sense(self) -> ObjectiveConfig:
+    def _rules(self) -> Rules:
         """Refuses what would do nothing, or the same thing twice."""
-        recomputed, low = self.old_policy == "recomputed", self.correction_low
-        off, bounded_below = self.correction == "off", self.correction in ("clip", "mask")
-        one = "with one optimizer step a batch the ratio to a recomputed policy is 1"
         default = {name: info.default for name, info in type(self).model_fields.items()}
         recipe = {name for name, value in PRESETS[self.preset].items() if value != default[name]}
-        rules = (
-            (
-                bool(recipe) and all(getattr(self, name) == default[name] for name in recipe),
-                f"preset {self.preset} says nothing, for all it sets is given as by default: leave out "
-                + ", ".join(sorted(recipe)),
-            ),
-            (
-                self.old_policy == "rollout" and not off,
-                f"correction {self.correction} with old_policy rollout corrects twice: its ratio is trainer / engine",
-            ),
-            (
-                self.loss != "ppo" and recomputed,
-                f"loss {self.loss} needs old_policy rollout or kept: {one}, nothing to clip",
-            ),
-            (
-                self.dual_clip is not None and recomputed,
-                f"dual_clip needs old_policy rollout or kept: {one}, never reached",
-            ),
-            (self.dual_clip is not None and self.loss != "ppo", f"dual_clip belongs to loss ppo, not {self.loss}"),
-            (
-                off
-                and any(
-                    getattr(self, f"correction_{end}") != default[f"correction_{end}"] for end in ("level", "high")
-                ),
-                "correction_level and correction_high say nothing with correction off",
-            ),
-            (
-                low is not None and not bounded_below,
-                f"correction_low says nothing with correction {self.correction}; it belongs to clip and mask",
-            ),
-            (self.correction == "clip" and low is None, "correction clip needs correction_low"),
-            (
-                low is not None and low >= self.correction_high,
-                f"correction_low {low} is not below correction_high {self.correction_high}",
-            ),
-            (
-                self.filter_on == "shaped" and not self.format_error_penalty,
-                "filter_on shaped says nothing without format_error_penalty",
-            ),
-            (
-                self.normalize_std and self.estimator != "grpo",
-                f"normalize_std belongs to estimator grpo; {self.estimator} has its own scale",
-            ),
-            (
-                self.reduction_constant is not None and self.reduction != "constant",
-                f"reduction_constant says nothing with reduction {self.reduction}",
-            ),
-        )
-        for broken, why in (*rules, *self._kl_rules(), *self._critic_rules()):
-            if broken:
-                raise ValueError(why)
-        return self
+        why = f"preset {self.preset} says nothing, for all it sets is given as by default"
+        yield bool(recipe) and not self._given(recipe), f"{why}: leave out {', '.join(sorted(recipe))}"
+        how, low, ends = self.correction, self.correction_low, ("correction_level", "correction_high")
+        why = f"correction {how} with old_policy rollout corrects twice: its ratio is trainer / engine"
+        yield self.old_policy == "rollout" and how != "off", why
+        recomputed, dual = self.old_policy == "recomputed", self.dual_clip is not None
+        why = "needs old_policy rollout or kept: with one optimizer step a batch the ratio to a recomputed policy is 1"
+        yield self.loss != "ppo" and recomputed, f"loss {self.loss} {why}, nothing to clip"
+        yield dual and recomputed, f"dual_clip {why}, never reached"
+        yield dual and self.loss != "ppo", f"dual_clip belongs to loss ppo, not {self.loss}"
+        yield how == "off" and bool(self._given(ends)), f"{' and '.join(ends)} say nothing with correction off"
+        why = f"correction_low says nothing with correction {how}; it belongs to clip and mask"
+        yield low is not None and how not in ("clip", "mask"), why
+        yield how == "clip" and low is None, "correction clip needs correction_low"
+        why = f"correction_low {low} is not below correction_high {self.correction_high}"
+        yield low is not None and low >= self.correction_high, why
+        why = "filter_on shaped says nothing without format_error_penalty"
+        yield self.filter_on == "shaped" and not self.format_error_penalty, why
+        why = f"normalize_std belongs to estimator grpo; {self.estimator} has its own scale"
+        yield self.normalize_std and self.estimator != "grpo", why
+        why = f"reduction_constant says nothing with reduction {self.reduction}"
+        yield self.reduction_constant is not None and self.reduction != "constant", why
+        yield from self._kl_rules()
+        yield from self._critic_rules()
 
     def _given(self, names: Iterable[str]) -> list[str]:
         """Those of `names` that have another value than by default."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
-    def _critic_rules(self) -> tuple[tuple[bool, str], ...]:
+    def _critic_rules(self) -> Rules:
         gae, own, group = self.estimator == CRITIC, self._given(CRITIC_FIELDS), self._given(_GROUP_FIELDS)
-        return (
-            (
-                not gae and bool(own),
-                f"{', '.join(own)} says nothing with estimator {self.estimator}: only gae has a critic",
-            ),
-            (
-                gae and bool(group),
-                f"{', '.join(group)} says nothing with estimator gae: no group is compared with anything",
-            ),
-            (
-                self.value_clip is not None and self.critic_updates == 1,
-                "value_clip needs critic_updates above 1: at the first one values are where they were, nothing to clip",
-            ),
-        )
+        why = f"{', '.join(own)} says nothing with estimator {self.estimator}: only gae has a critic"
+        yield not gae and bool(own), why
+        why = f"{', '.join(group)} says nothing with estimator gae: no group is compared with anything"
+        yield gae and bool(group), why
+        why = "value_clip needs critic_updates above 1: at the first one values are where they were, nothing to clip"
+        yield self.value_clip is not None and self.critic_updates == 1, why
 
-    def _kl_rules(self) -> tuple[tuple[bool, str], ...]:
+    def _kl_rules(self) -> Rules:
+        kind, given = self.kl_estimator, self._given(_KL_FIELDS)
         in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == where for where in ("loss", "reward"))
-        given = self._given(_KL_FIELDS)
-        return (
-            (not self.kl_coef and bool(given), f"{', '.join(given)} says nothing with kl_coef 0"),
-            (
-                in_loss and self.kl_estimator == "k1",
-                "kl_estimator k1 in the loss is no penalty, its gradient has mean 0: use k2 or k3, or kl_in reward",
-            ),
-            (
-                in_reward and self.kl_estimator != "k1",
-                f"kl_in reward takes kl_estimator k1: with {self.kl_estimator} the gradient is not that of the KL",
-            ),
-            (
-                in_reward and self.estimator not in _KL_IN_REWARD,
-                f"kl_in reward is published for {' and '.join(_KL_IN_REWARD)}; with {self.estimator} use kl_in loss",
-            ),
-        )
+        yield not self.kl_coef and bool(given), f"{', '.join(given)} says nothing with kl_coef 0"
+        why = "kl_estimator k1 in the loss is no penalty, its gradient has mean 0: use k2 or k3, or kl_in reward"
+        yield in_loss and kind == "k1", why
+        why = f"kl_in reward takes kl_estimator k1: with {kind} the gradient is not that of the KL"
+        yield in_reward and kind != "k1", why
 
 
 class TrainerConfig(_Section):
@@ -436,37 +385,26 @@ class RunConfig(_Section):
     push: PushConfig = PushConfig()
     parent: ParentConfig | None = Field(None, description="where a forked run starts; written by `rl360 run fork`")
 
-    @model_validator(mode="after")
-    def _fit(self) -> RunConfig:
-        # found by the trainer it would be too late: the step is rolled out, and both fields are frozen
+    def _rules(self) -> Rules:
         longest, cells = self.rollout.max_seq_len, self.trainer.max_tokens_per_micro_batch
-        if longest > cells:
-            raise ValueError(
-                f"rollout.max_seq_len {longest} does not fit into trainer.max_tokens_per_micro_batch {cells}; "
-                "lower the one or raise the other"
-            )
-        kept = self.trainer.kept_versions
-        if (self.objective.old_policy == "kept") != (kept > 0):
-            raise ValueError(
-                f"objective.old_policy kept and trainer.kept_versions of 1 or more go together; they are "
-                f"{self.objective.old_policy} and {kept}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _judge_fits(self) -> RunConfig:
+        why = f"rollout.max_seq_len {longest} does not fit into trainer.max_tokens_per_micro_batch {cells}"
+        # found by the trainer it would be too late: the step is rolled out, and both fields are frozen
+        yield longest > cells, f"{why}; lower the one or raise the other"
+        old, kept = self.objective.old_policy, self.trainer.kept_versions
+        why = "objective.old_policy kept and trainer.kept_versions of 1 or more go together"
+        yield (old == "kept") != (kept > 0), f"{why}; they are {old} and {kept}"
+        warmup = self.objective.critic_warmup_steps
+        why = f"objective.critic_warmup_steps {warmup} is all of the run's steps {self.steps}"
+        yield warmup >= self.steps, f"{why}, so the policy would never move; lower it or raise steps"
         model, call_s, judge_s = self.judge.model, self.judge.call_s, self.deadlines.judge_s
-        if bool(model) != bool(judge_s):
-            have, lack = ("judge.model", "deadlines.judge_s") if model else ("deadlines.judge_s", "judge.model")
-            raise ValueError(f"{have} is set and {lack} is not; set both (and client_s to cover the sum) or neither")
-        if model and call_s > judge_s:
-            raise ValueError(f"judge.call_s {call_s:g} is more than deadlines.judge_s {judge_s:g}; lower it")
-        if self.trainer.witness and self.objective.estimator == CRITIC:
-            raise ValueError(
-                "trainer.witness with estimator gae would refuse steps that are right: tokens whose advantage a critic "
-                "makes 0 have no gradient, and it takes them for lost; switch it off"
-            )
-        return self
+        have, lack = ("judge.model", "deadlines.judge_s") if model else ("deadlines.judge_s", "judge.model")
+        why = f"{have} is set and {lack} is not; set both (and client_s to cover the sum) or neither"
+        yield bool(model) != bool(judge_s), why
+        why = f"judge.call_s {call_s:g} is more than deadlines.judge_s {judge_s:g}; lower it"
+        yield bool(model) and call_s > judge_s, why
+        why = "trainer.witness with estimator gae would refuse steps that are right: tokens whose advantage a critic"
+        why += " makes 0 have no gradient, and it takes them for lost; switch it off"
+        yield self.trainer.witness and self.objective.estimator == CRITIC, why
 
     @property
     def steps_before(self) -> int:
@@ -489,11 +427,21 @@ class RunConfig(_Section):
         return orjson.dumps(self.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2)
 
     @classmethod
-    def parse(cls, data: bytes | str | dict[str, Any], where: str = "config") -> RunConfig:
-        """Validate; `BadInput` with one line naming each bad key, its value and what is allowed."""
+    def parse(
+        cls,
+        data: bytes | str | dict[str, Any],
+        where: str = "config",
+        *,
+        frozen: bool = False,
+        extra: Literal["ignore"] | None = None,
+    ) -> RunConfig:
+        """Validate; `BadInput` with one line naming each bad key, its value and what is allowed.
+
+        frozen: of a run that began with it. Its fields are checked, not what today's rules say of them together.
+        extra: `ignore` fields that there are no more, to look at an old run; never to go on with it."""
         try:
             value = orjson.loads(data) if isinstance(data, bytes | str) else data
-            return cls.model_validate(value)
+            return cls.model_validate(value, context=FROZEN if frozen else None, extra=extra)
         except orjson.JSONDecodeError as error:
             raise BadInput(f"{where}: not JSON ({error})") from None
         except ValidationError as error:

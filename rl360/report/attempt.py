@@ -48,7 +48,7 @@ class Told:
 def attempt_life(store: ObjectStore, run: str, attempt_id: str, told: Told) -> dict[str, Any]:
     """A JSON-ready map. `attempt_id`: of one try, or without its `-tN` for all of them; `BadInput` naming the nearest
     ids when there is no such attempt."""
-    objective = load_frozen(store, run).objective
+    objective = load_frozen(store, run, extra="ignore").objective
     step, slot, chosen = _place(store, run, attempt_id)
     plan = step_work.load_plan(store, run, step)
     spec, wave = _planned(plan.waves, slot, attempt_id)

@@ -113,7 +113,7 @@ class Director:
             data = self.store.get(run_config_key(run))
         except KeyError:
             raise UnknownRun(f"no run {run!r} in the store ({run_config_key(run)} is missing)") from None
-        return data, RunConfig.parse(data, run_config_key(run))
+        return data, RunConfig.parse(data, run_config_key(run), frozen=True)
 
     def _ensure_open(self, run: str) -> Position:
         data, config = self._config(run)

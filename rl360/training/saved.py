@@ -97,15 +97,28 @@ def parent_at(store: ObjectStore, config: RunConfig, from_step: int | None) -> P
     )
 
 
+def _claim_key(run: str, step: int) -> str:
+    return checkpoint_prefix(run, step) + "claim"
+
+
 def _claim(store: ObjectStore, run: str, step: int, wish: bytes) -> bool:
-    key = checkpoint_prefix(run, step) + "claim"
-    return store.put_once(key, wish) or store.get(key) == wish
+    key = _claim_key(run, step)
+    try:
+        return store.put_once(key, wish) or store.get(key) == wish
+    except KeyError:  # another's, who is done with it
+        return False
 
 
 def keep_for_fork(store: ObjectStore, run: str, step: int) -> None:
-    """From now on the checkpoint is never pruned. `BadInput` when it is being deleted."""
-    if not _claim(store, run, step, _KEPT):
-        raise BadInput(f"checkpoint {step} of {run} is being deleted (trainer.keep_checkpoints); fork from another one")
+    """From now on the checkpoint is never pruned. `BadInput`, and no claim, when it is being deleted or is gone."""
+    there = _claim(store, run, step, _KEPT)
+    if there and not store.exists(manifest_key(run, step)):  # pruned, its claim too, since it was looked at
+        store.delete(_claim_key(run, step))
+        there = False
+    if not there:
+        raise BadInput(
+            f"checkpoint {step} of {run} is deleted or being deleted (trainer.keep_checkpoints); fork from another one"
+        )
 
 
 def prune(store: ObjectStore, run: str, keep: int, every: int) -> list[int]:
@@ -117,7 +130,7 @@ def prune(store: ObjectStore, run: str, keep: int, every: int) -> list[int]:
     old = [step for step in steps if len(whole) == keep > 0 and step < whole[-1] and (step + 1) % (_TENTH * every)]
     gone = [step for step in old if _claim(store, run, step, _DELETED)]
     for step in gone:
-        first, last = manifest_key(run, step), checkpoint_prefix(run, step) + "claim"
+        first, last = manifest_key(run, step), _claim_key(run, step)
         # a manifest's tensors are there; a claim outlives all else
         for key in (first, *(set(store.list(checkpoint_prefix(run, step))) - {first, last}), last):
             store.delete(key)

@@ -82,7 +82,7 @@ def services_at(home: Path, url: str) -> Services:
 
 
 def follow(home: Path, url: str) -> None:
-    follow_module.follow(services_at(home, url), RunConfig(), "1")
+    follow_module.follow(services_at(home, url), "demo", 30, "1")
 
 
 def test_a_restart_of_prefect_does_not_end_the_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,12 +11,15 @@ import pytest
 from rl360.agents.records import put_table
 from rl360.commands.ledger_page import page
 from rl360.errors import BadInput
+from rl360.harbor.protocol import Phases
 from rl360.harbor.verdict import JudgeReceipt, run_key
-from rl360.ledger.outcomes import Bucket
+from rl360.ledger.outcomes import INFRA, Bucket, Outcome
 from rl360.ledger.read import read_step
 from rl360.report.attempt import Told, attempt_life
+from rl360.sessions.sample import AttemptRecord
 from rl360.step_work import read_records
 from rl360.store.layout import attempts_key
+from tests.unit import ledger_run
 from tests.unit.ledger_run import KEY, add_step, finished_run
 from tests.unit.memory_store import MemoryStore
 from tests.unit.verdict_data import DIGEST
@@ -179,6 +183,39 @@ def test_a_judges_receipt_is_shown() -> None:
     found["tries"][0]["verdict"]["judge"] = JudgeReceipt(served_model="x", reply_id="y", **judge).model_dump()
     assert "judge         grader-1 at judge:80: score 7, after a script's 1\n" in page(found)
     assert f"prompt sha256 {'cd' * 32}" in page(found)
+
+
+@pytest.mark.parametrize("outcome", sorted(INFRA))
+def test_what_infrastructure_lost_is_shown_with_where_and_why(
+    outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every outcome without a verdict; a judge's failure with the seconds it took and the calls that were made."""
+    tries = ledger_run.tries
+    phases_s = Phases(queue=0.1, setup=0.2, agent=2.0, verify=0.3, judge=9.0, teardown=0.1).model_dump()
+    ended: dict[str, Any] = {"outcome": outcome, "exit_status": "Submitted", "detail": f"why it was {outcome}"}
+    ended |= {"phases_s": phases_s, "agent_metrics": {"judge_calls": 4.0}}
+
+    def lost(*given: Any) -> list[AttemptRecord]:
+        return [replace(each, **ended) if each.outcome is Outcome.NO_ENGINE else each for each in tries(*given)]
+
+    monkeypatch.setattr(ledger_run, "tries", lost)
+    found = life("s000000-g003-a03", finished_run(1))
+    (each,) = found["tries"]
+    assert (each["outcome"], each["detail"], each["verdict"]) == (outcome.value, f"why it was {outcome}", None)
+    assert each["sandbox"]["phases_s"] == phases_s
+    assert (each["books"]["bucket"], each["books"]["reward"], each["books"]["score"]) == ("infra", None, None)
+    (member,) = [row for row in found["group"]["members"] if row["attempt_id"] == each["attempt_id"]]
+    assert (member["outcome"], member["reward"], member["advantage"]) == (outcome.value, None, None)
+    text = page(found)
+    for part in (
+        f"outcome       {outcome.value}, exit status Submitted, 11.70 s",
+        f"detail        why it was {outcome}",
+        "verify 0.30 s, judge 9.00 s, teardown 0.10 s",
+        "agent         judge calls 4",
+        "verdict       none: it has no reward",
+        f"  > s000000-g003-a03-t0     {outcome.value:<18}infra",
+    ):
+        assert part in text, part
 
 
 def test_a_run_that_has_planned_nothing() -> None:

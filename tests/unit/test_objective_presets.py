@@ -85,10 +85,6 @@ def test_given_fields_win() -> None:
         ({"preset": "grpo", "kl_coef": 0, "kl_in": "reward"}, "kl_in says nothing with kl_coef 0"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1 in the loss is no penalty, its gradient has mean 0"),
         ({"kl_coef": 0.1, "kl_in": "reward"}, "kl_in reward takes kl_estimator k1: with k3 the gradient is not that"),
-        (
-            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
-            "kl_in reward is published for rloo and reinforce_pp and gae; with grpo use kl_in loss",
-        ),
         ({"old_policy": "rollout"}, "correction truncate with old_policy rollout corrects twice"),
         ({"loss": "gspo"}, "loss gspo needs old_policy rollout or kept: with one optimizer step a batch"),
         ({"preset": "cispo", "old_policy": "recomputed"}, "loss cispo needs old_policy rollout or kept"),

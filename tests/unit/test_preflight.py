@@ -302,6 +302,33 @@ def test_a_fork_that_cannot_be(parent: MemoryStore, arguments: dict[str, Any], w
     assert parent.objects == before
 
 
+def test_a_start_that_is_refused_claims_no_checkpoint(
+    parent: MemoryStore, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever refuses it: another parent than there is, another model, a task set, a service. Then it starts."""
+    config, store = fork(parent, from_step=4), cast(Any, parent)
+    assert config.parent is not None
+    before = dict(parent.objects)
+    forged = config.model_copy(update={"parent": config.parent.model_copy(update={"updates_before": 9})})
+    newer = config.model_copy(update={"parent": config.parent.model_copy(update={"step": 5})})
+    tasks = config.model_copy(update={"taskset": config.taskset.model_copy(update={"path": "builtin:no"})})
+    for refused, words in ((forged, "parent is not what"), (newer, "parent is not what"), (tasks, "is unknown")):
+        with pytest.raises(BadInput, match=words):
+            check_start(store, services_at(model), refused)
+        assert parent.objects == before
+
+    def other_matcher(*_: Any) -> None:
+        raise BadInput("rollout.matcher is not one that session server S allows")
+
+    monkeypatch.setattr(preflight, "_refuse_services", other_matcher)
+    with pytest.raises(BadInput, match="session server S"):
+        check_start(store, services_at(model), config)
+    assert parent.objects == before, "the services are asked last, and before the claim"
+    monkeypatch.undo()
+    check_start(store, services_at(model), config)
+    assert parent.objects.keys() - before.keys() == {checkpoint_prefix("r1", 4) + "claim"}
+
+
 def test_a_fork_at_the_end_needs_steps(parent: MemoryStore) -> None:
     parent.put("r1/target.json", b'{"steps": 10}')
     with pytest.raises(BadInput, match="no steps left after step 9; say how many the fork takes: --steps N"):

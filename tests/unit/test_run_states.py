@@ -19,8 +19,8 @@ from rl360.training.saved import CheckpointManifest
 from tests.unit.memory_store import MemoryStore
 
 
-def flow_run(state: str, name: str = "", message: str = "", run: str = "r1") -> FlowRun:
-    return FlowRun("id-1", "a-name", state, name or state.title(), message, {"config": {"run": run, "steps": 5}})
+def flow_run(state: str, name: str = "", message: str = "", run: str = "r1", steps: int = 5) -> FlowRun:
+    return FlowRun("id-1", "a-name", state, name or state.title(), message, {"config": {"run": run, "steps": steps}})
 
 
 def store_at(steps: int, *tasks: str) -> Any:
@@ -71,6 +71,12 @@ class Api:
         (2, flow_run("FAILED", "CorruptObject", "step 2: object k: is\n bad"), "failed",
          "step 2: CorruptObject: object k: is bad"),
         (5, flow_run("CRASHED"), "done", ""),
+        (5, flow_run("FAILED", "BadInput", "task set 'x' is gone", steps=9), "failed",
+         "BadInput: task set 'x' is gone"),
+        (5, flow_run("CRASHED", "", "exited with -9", steps=9), "failed", "step 5: Crashed: exited with -9"),
+        (5, flow_run("CANCELLED", steps=9), "done", ""),
+        (5, flow_run("COMPLETED", steps=9), "done", ""),
+        (5, flow_run("FAILED", "BadInput", "fewer steps than it has", steps=3), "done", ""),
         (5, flow_run("RUNNING"), "running", "step 5: sampling groups"),
     ],
 )  # fmt: skip
@@ -102,6 +108,15 @@ def test_the_list_joins_both_and_shows_what_never_reached_the_store() -> None:
     assert [row["ended_as"] for row in rows] == ["ServiceError", "BadInput"]
     assert rows[1]["detail"] == "BadInput: model.path /x is no model"
     assert warning == ""
+
+
+def test_a_run_that_was_to_go_on_and_was_refused_is_not_done_in_the_list() -> None:
+    """Refused before it could raise the target: without its flow run the store would say done, and nobody why not."""
+    refused = flow_run("FAILED", "BadInput", "task set 'x' is gone", steps=9)
+    ((row,), _) = list_states(store_at(5), cast(Any, Api(refused)))
+    assert (row["state"], row["ended_as"], row["detail"]) == ("failed", "BadInput", "BadInput: task set 'x' is gone")
+    ((row,), _) = list_states(store_at(5), cast(Any, Api(flow_run("COMPLETED"))))
+    assert (row["state"], row["detail"]) == ("done", "")
 
 
 def test_without_prefect_the_list_says_what_the_store_knows_and_that_it_is_all() -> None:

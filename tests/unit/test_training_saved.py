@@ -75,11 +75,31 @@ def test_what_a_fork_starts_from_stays_and_what_is_being_deleted_is_no_start() -
     with pytest.raises(StoreUnavailable):
         saved.prune(store, "r1", 1, every=1)
     assert deleted == [saved.manifest_key("r1", 2)]  # never a manifest whose tensors are gone
-    with pytest.raises(BadInput, match="checkpoint 2 of r1 is being deleted"):
+    with pytest.raises(BadInput, match="checkpoint 2 of r1 is deleted or being deleted"):
         saved.keep_for_fork(store, "r1", 2)
     store.delete = whole_delete
     assert saved.prune(store, "r1", 1, every=1) == [2, 0]
     assert left(store) == [1, 3]
+
+
+def test_a_checkpoint_that_is_gone_cannot_be_kept_and_no_claim_stays() -> None:
+    """Looked at, pruned, and then claimed: the claim would keep an empty folder for ever, and stand for a start."""
+    store = store_with(0, 1, 2)
+    saved.prune(store, "r1", 1, every=1)
+    with pytest.raises(BadInput, match="checkpoint 0 of r1 is deleted or being deleted"):
+        saved.keep_for_fork(store, "r1", 0)
+    assert left(store) == [2]
+    held = store.put_once
+
+    def taken_and_let_go(key: str, data: bytes) -> bool:
+        """Another's claim, gone before it can be read."""
+        return False if key.endswith("claim") else held(key, data)
+
+    store.put_once = taken_and_let_go
+    with pytest.raises(BadInput, match="checkpoint 2 of r1 is deleted or being deleted"):
+        saved.keep_for_fork(store, "r1", 2)
+    put(store, 3)
+    assert saved.prune(store, "r1", 1, every=1) == [] and left(store) == [2, 3]
 
 
 def test_a_parent_is_the_newest_checkpoint_at_or_before_a_step() -> None:
