@@ -34,7 +34,7 @@ def replay(
     from rl360.errors import BadInput
     from rl360.harbor.verdict import run_key
     from rl360.replay.steps import manifest_of, replay_task
-    from rl360.replay.train import replay_train
+    from rl360.replay.train import replay_train, sizes
     from rl360.store.object_store import ObjectStore
 
     unknown = [name for name in tasks or () if name not in TASKS]
@@ -45,7 +45,9 @@ def replay(
     config = load_frozen(store, run)
     chosen = [name for name in TASKS if name in (tasks or TASKS)]
     for name in chosen:  # all of them, before the first takes its time
-        manifest_of(store, run, step, name)
+        manifest = manifest_of(store, run, step, name)
+        if name == "train":
+            sizes(str(manifest.info.get("layout")), run, step)
     equal = True
     for name in chosen:
         if name == "train":

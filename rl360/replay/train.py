@@ -52,17 +52,23 @@ def _said(result: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def launch(layout: str, run: str, step: int, out: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command that takes the step, and what it needs in its environment."""
+def sizes(layout: str, run: str, step: int) -> tuple[int, int, int, int]:
+    """Data, pipeline and expert parallel sizes and threads; `BadInput` for a layout that no replay can take again."""
     found = re.fullmatch(_LAYOUT, layout)
     if found is None:
         raise BadInput(f"step {step} of {run} was recorded on layout {layout!r}, which this rl360 does not know")
     dp, tp, pp, ep, threads = map(int, found.groups())
     if tp > 1:
         raise BadInput(
-            f"step {step} of {run} was recorded on {layout}: whether its sequences were split is not recorded, so a "
-            "tensor-parallel step cannot be replayed"
+            f"step {step} of {run} was trained with tensor parallel {tp} ({layout}) and train is replayed with tensor "
+            "parallel 1 only, for a layout does not say whether sequences were split; its other tasks can be (--task)"
         )
+    return dp, pp, ep, threads
+
+
+def launch(layout: str, run: str, step: int, out: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command that takes the step, and what it needs in its environment."""
+    dp, pp, ep, threads = sizes(layout, run, step)
     argv = [sys.executable, "-m", "rl360.training.torchrun", "--nnodes", "1", "--nproc-per-node", str(dp * pp)]
     argv += ["--max-restarts", "0", "--master-addr", LOOPBACK, "--master-port", str(port)]
     argv += ["-m", "rl360.replay.trainer", run, str(step), str(out), str(pp), str(ep)]

@@ -207,7 +207,8 @@ def test_the_process_has_the_layout_the_step_was_recorded_on(tmp_path: Any) -> N
     assert argv[argv.index("--nproc-per-node") + 1] == "4" and argv[argv.index("--master-port") + 1] == "4711"
     assert argv[-5:] == ["demo", "7", str(tmp_path / "out"), "2", "2"]
     assert env["OMP_NUM_THREADS"] == "3"
-    for layout, why in (("dp1-tp2-pp1-ep1-threads1", "whether its sequences were split"), ("odd", "does not know")):
+    split = "step 7 of demo was trained with tensor parallel 4 .* with tensor parallel 1 only, .* sequences were split"
+    for layout, why in (("dp1-tp4-pp1-ep1-threads1", split), ("odd", "layout 'odd', which this rl360 does not know")):
         with pytest.raises(BadInput, match=why):
             replay_train.launch(layout, "demo", 7, tmp_path / "out", 4711)
 
@@ -255,3 +256,26 @@ def test_the_command(store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys
     ):
         code, _, err = command(*args)
         assert code == 2 and said in err
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_what_cannot_be_replayed_is_said_in_one_line_before_anything_is_computed(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tp: int
+) -> None:
+    key = manifest_key("demo", 0, "train")
+    store.objects[key] = store.objects[key].replace(b"dp2-tp1-", f"dp1-tp{tp}-".encode())
+    services = SimpleNamespace(secrets=lambda: SimpleNamespace(token=TOKEN))
+    monkeypatch.setattr(services_module, "load_services", lambda: services)
+    monkeypatch.setattr(ObjectStore, "from_services", lambda _services: store)
+    others = [word for name in WORK for word in ("--task", name)]
+    for arguments, code in (([], 2), (["--task", "train"], 2), (others, 0)):
+        with pytest.raises(SystemExit) as left:
+            main(["replay", "demo", "0", *arguments])
+        told = capsys.readouterr()
+        assert left.value.code == code
+        if code:
+            assert told.out == "" and told.err.count("\n") == 1
+            assert f"trained with tensor parallel {tp} (dp1-tp{tp}-pp1-ep1-threads1)" in told.err
+            assert "replayed with tensor parallel 1 only" in told.err and "(--task)" in told.err
+        else:
+            assert told.out.count("equal") == told.out.count("\n") > 0
