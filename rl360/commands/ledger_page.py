@@ -126,6 +126,7 @@ def _step(trained: Mapping[str, Any] | None, step: int) -> Iterator[str]:
     if trained is None:
         yield f"step {step}: its books are not closed"
         return
+    before = trained["version_before"]
     yield f"step {step}: {trained['status']}"
     yield _line(
         "trainer",
@@ -135,7 +136,7 @@ def _step(trained: Mapping[str, Any] | None, step: int) -> Iterator[str]:
     yield _line(
         "",
         f"loss {fixed(trained['loss'], 4)}, gradient norm {fixed(trained['grad_norm'], 3)}, version "
-        f"{trained['version_before']} to {trained['version_after']}, {trained['seconds']:.2f} s",
+        f"{DASH if before is None else before} to {trained['version_after']}, {trained['seconds']:.2f} s",
     )
     yield _line("batch", f"sha256 {trained['batch_digest'] or DASH}")
     yield _line("weights", f"digest {trained['weights_digest'] or DASH}")

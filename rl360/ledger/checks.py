@@ -25,7 +25,7 @@ NO_STEP = ("empty", "nonfinite")
 TRAIN_FIGURES = (
     *("loss", "grad_norm", "clip_fraction", "tis_mean", "masked_fraction"),
     *("mean_abs_dlogp", "entropy", "kl_mean"),
-    *("value_loss", "explained_variance", "value_clip_fraction"),
+    *("value_loss", "explained_variance", "value_clip_fraction", "critic_grad_norm"),
 )
 
 
@@ -75,8 +75,9 @@ def audit_run(ledgers: Iterable[StepLedger]) -> Iterator[tuple[StepLedger, list[
     for ledger in ledgers:
         checks = check_ledger(ledger, trained)
         if left is not None and left[0] == ledger.step - 1:
-            name = "weights as the step before left them"
-            checks.append(_equal(name, "version before", ledger.version_before, "version left", left[1]))
+            if ledger.version_before is not None:
+                name = "weights as the step before left them"
+                checks.append(_equal(name, "version before", ledger.version_before, "version left", left[1]))
             if ledger.train.status in NO_STEP:
                 moved = int(ledger.train.weights_digest != left[2])
                 checks.append(
@@ -144,9 +145,11 @@ def _step_checks(ledger: StepLedger, trained: int) -> Iterator[Check]:
     detail = "" if steps == expected else f"status {train.status}, {', '.join(told) or 'no figure'} given"
     name = "an optimizer step exactly where something trained"
     yield Check(name, "optimizer steps", steps, "expected", expected, steps == expected, detail)
+    if ledger.version_before is None:  # of a schema that says no versions
+        return
     yield _equal("one version on", "version after", train.version_after, "expected", ledger.version_before + expected)
-    fault = _first(rows, lambda row: sum(row.trained_versions.values()) != row.tokens.get(Bucket.TRAINED, 0))
-    counts = [(version_number(version), n) for row in rows for version, n in row.trained_versions.items()]
+    fault = _first(rows, lambda row: sum((row.trained_versions or {}).values()) != row.tokens.get(Bucket.TRAINED, 0))
+    counts = [(version_number(version), n) for row in rows for version, n in (row.trained_versions or {}).items()]
     versioned = sum(n for _, n in counts)
     yield _equal("a weight version of every trained token", "with a version", versioned, "trained", trained, fault)
     early = sum(n for version, n in counts if version > ledger.version_before)
@@ -159,16 +162,28 @@ def samples_digest(names: Collection[tuple[str, int]]) -> str:
 
 
 def _witness_check(ledger: StepLedger) -> Iterator[Check]:
-    """What the trainer's witness saw, where the run has one; a sample it cannot tell of may be missing there."""
-    seen = ledger.train.witness
+    """What the trainer's witness saw, where the run has one: the samples booked with an advantage and no other, but for
+    those it excuses by name; at as many positions as they have trained tokens, less what the loss says it took out."""
+    train, seen = ledger.train, ledger.train.witness
     if seen is None:
         return
-    pulls = [row for row in ledger.attempts if row.advantage != 0]
-    booked = [(row.attempt_id, at) for row in pulls for at, each in enumerate(row.leaves) if each is Bucket.TRAINED]
-    same, unclear = samples_digest(booked) == seen["digest"], seen["cannot_tell"]
-    detail = f"{unclear} it cannot tell of" if unclear else "" if same else "other samples"
-    holds = same or unclear > 0
+    rows = [(row, at) for row in ledger.attempts for at, each in enumerate(row.leaves) if each is Bucket.TRAINED]
+    excused, unclear = set(seen.get("excused") or ()), seen["cannot_tell"]
+    booked = [(row.attempt_id, at) for n, (row, at) in enumerate(rows) if (row.advantage != 0) != (n in excused)]
+    same = samples_digest(booked) == seen["digest"] and len(booked) == seen["samples"]
+    holds = same and len(excused) <= unclear and excused <= set(range(len(rows)))
+    if seen.get("excused") is None:  # of before they were named: only their number is known
+        holds = same or abs(len(booked) - seen["samples"]) <= unclear > 0
+    detail = f"{unclear} it cannot tell of in full" if unclear else "" if same else "other samples"
     yield Check("samples with a gradient", "booked", len(booked), "seen", seen["samples"], holds, detail)
+    pulls, flat = (
+        sum(row.tokens.get(Bucket.TRAINED, 0) for row in ledger.attempts if (row.advantage == 0) is zero)
+        for zero in (False, True)
+    )
+    taken = round(((train.clip_fraction or 0.0) + (train.masked_fraction or 0.0)) * train.trained_tokens)
+    holds = pulls - taken <= seen["tokens"] <= pulls + flat if unclear else pulls == seen["tokens"]
+    detail = f"clips and corrections took out {taken}" if taken else ""
+    yield Check("positions with a gradient", "booked", pulls, "seen", seen["tokens"], holds, detail)
 
 
 def _oddly_scored(row: AttemptRow) -> bool:

@@ -95,10 +95,13 @@ def pass_at_k(ledger: StepLedger) -> dict[str, dict[str, Any]]:
 
 
 def staleness(ledger: StepLedger) -> dict[str, float | None]:
-    """Optimizer steps between the weights that sampled a token and those it trained, over trained tokens."""
+    """Optimizer steps between the weights that sampled a token and those it trained, over trained tokens; None where
+    the ledger says no versions."""
+    if ledger.version_before is None:
+        return {"mean": None, "max": None}
     counts: Counter[int] = Counter()
     for row in ledger.attempts:
-        for version, tokens in row.trained_versions.items():
+        for version, tokens in (row.trained_versions or {}).items():
             counts[ledger.version_before - version_number(version)] += tokens
     total = sum(counts.values())
     return {"mean": _share(sum(lag * n for lag, n in counts.items()), total), "max": max(counts, default=None)}

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rl360.sessions.sample import AttemptRecord, LeafCounts
 
 LEDGER_SCHEMA = 4
+# Steps of an older schema are read too, so that a run which was resumed since can be audited whole. What it did not say
+# of an attempt stays unsaid (None), by schema.
+UNSAID: dict[int, dict[str, None]] = {3: {"versions": None, "trained_versions": None}, LEDGER_SCHEMA: {}}
 # Ids sent with an attempt's turns and those of them the engine held in its cache; rows of routed experts, those of them
 # that a decode step wrote, and those whose cache a later forward had to rebuild.
 FORWARD_COUNTS = ("prompt_tokens", "cached_tokens", "routing_rows", "decode_rows", "reprefilled_rows")
@@ -46,7 +49,7 @@ class AttemptRow:
     nothing; `loss_weight` is their sum. agent_tokens: what the engine's replies to the agent added up to, None when
     the attempt reported none.
     versions: the weight versions its samples were sampled under, in order of appearance; trained_versions: its trained
-    tokens by version, those of a sample that saw several under the oldest.
+    tokens by version, those of a sample that saw several under the oldest; None in a ledger of schema 3.
     """
 
     attempt_id: str
@@ -71,8 +74,8 @@ class AttemptRow:
     truncated: bool
     turns: int
     seconds: float
-    versions: tuple[str, ...] = ()
-    trained_versions: dict[str, int] = field(default_factory=dict)
+    versions: tuple[str, ...] | None = ()
+    trained_versions: dict[str, int] | None = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -104,10 +107,16 @@ class TrainReport:
     value_loss: float | None = None
     explained_variance: float | None = None
     value_clip_fraction: float | None = None
+    critic_grad_norm: float | None = None
     weights_digest: str = ""
     batch_digest: str = ""
     witness: dict[str, Any] | None = None
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        lacking = {"samples", "tokens", "digest", "cannot_tell"} - (self.witness or {}).keys()
+        if self.witness is not None and lacking:
+            raise TypeError(f"witness lacks {', '.join(sorted(lacking))}")
 
     @classmethod
     def from_result(cls, result: Mapping[str, Any]) -> TrainReport:
@@ -153,11 +162,11 @@ class PushReport:
 @dataclass(frozen=True)
 class StepLedger:
     """The books of one step. `phases_s` are wall seconds of the step's tasks, in the order they ran; `version_before`
-    counts the optimizer steps in the weights that the step trained."""
+    counts the optimizer steps in the weights that the step trained, None in a ledger of schema 3."""
 
     run: str
     step: int
-    version_before: int
+    version_before: int | None
     attempts: tuple[AttemptRow, ...]
     train: TrainReport
     push: PushReport | None
@@ -183,18 +192,19 @@ class StepLedger:
     @classmethod
     def from_wire(cls, wire: Any, key: str) -> StepLedger:
         """Rebuild; `CorruptObject` naming `key` for an unknown schema, a missing field or an unknown name."""
-        if not isinstance(wire, dict) or wire.get("schema_version") != LEDGER_SCHEMA:
-            version = wire.get("schema_version") if isinstance(wire, dict) else type(wire).__name__
+        schema = wire.get("schema_version") if isinstance(wire, dict) else type(wire).__name__
+        if type(schema) is not int or schema not in UNSAID:
             raise CorruptObject(
                 key,
-                f"ledger schema {version!r}, this rl360 reads {LEDGER_SCHEMA}; read it with the rl360 that wrote it",
+                f"ledger schema {schema!r}, this rl360 reads {' and '.join(map(str, UNSAID))}; read it with the rl360 "
+                "that wrote it, other steps with --step",
             )
         try:
             return cls(
                 run=wire["run"],
                 step=int(wire["step"]),
-                version_before=int(wire["version_before"]),
-                attempts=tuple(_row_from_wire(row) for row in wire["attempts"]),
+                version_before=int(wire["version_before"]) if schema == LEDGER_SCHEMA else None,
+                attempts=tuple(_row_from_wire(row, UNSAID[schema]) for row in wire["attempts"]),
                 train=TrainReport(**wire["train"]),
                 push=None if wire["push"] is None else PushReport(**wire["push"]),
                 phases_s={str(name): float(seconds) for name, seconds in wire["phases_s"].items()},
@@ -341,12 +351,15 @@ def _row_to_wire(row: AttemptRow) -> dict[str, Any]:
     return wire
 
 
-def _row_from_wire(wire: Mapping[str, Any]) -> AttemptRow:
-    fields = dict(wire)
+def _row_from_wire(wire: Mapping[str, Any], unsaid: Mapping[str, None]) -> AttemptRow:
+    fields = {**wire, **unsaid}
+    odd = (fields.keys() ^ AttemptRow.__dataclass_fields__.keys()) | (wire.keys() & unsaid.keys())
+    if odd:
+        raise ValueError(f"a row lacks, or should not have, {', '.join(sorted(odd))}")
     fields["outcome"] = Outcome(fields["outcome"])
     fields["bucket"] = Bucket(fields["bucket"])
     fields["leaves"] = tuple(Bucket(leaf) for leaf in fields["leaves"])
-    fields["versions"] = tuple(fields["versions"])
+    fields["versions"] = None if fields["versions"] is None else tuple(fields["versions"])
     fields["tokens"] = {Bucket(name): int(count) for name, count in fields["tokens"].items()}
     fields["context"] = {Bucket(name): int(count) for name, count in fields["context"].items()}
     if NOT_SAMPLED & fields["tokens"].keys():

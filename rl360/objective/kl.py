@@ -17,6 +17,9 @@ In the reward (`reward_advantages`), by estimator of the baseline:
 
     rloo          R = r - coefficient * sum of k1 over the answer, then R - mean(R of the group's others)
                   RLOO, arXiv 2402.14740, section 2; Ouyang et al., arXiv 2203.02155, equation 2
+    grpo          the same R, then R - mean(R of the group), with normalize_std divided by the group's deviation of it;
+                  reinforce_pp_baseline: by the step's. As verl does (algorithm.use_kl_in_reward, which any estimator
+                  takes: apply_kl_penalty in ray_trainer.py); the papers of both have their KL in the loss
     reinforce_pp  A_t = r - coefficient * sum of k1 from t to the answer's end, then (A_t - mean) / std over all
                   trained tokens of the step: REINFORCE++, arXiv 2501.03262, equations for A, KL(t) and A^norm
     gae           r_t = -coefficient * k1 of token t, and the score at the last one: Ouyang et al., arXiv 2203.02155,
@@ -25,7 +28,7 @@ In the reward (`reward_advantages`), by estimator of the baseline:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,32 +110,36 @@ def reward_advantages(
     *,
     attempt_ids: Sequence[str],
     group_ids: Sequence[str],
-    scores: Sequence[float],
+    scored: Mapping[str, tuple[str, float]],
     advantages: Sequence[float],
+    normalize_std: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of a step's rows (its samples that train, all of them, in order): `base` and `slope`, float64 `[rows]`, with
     which the advantage of a token of row i is base[i] + slope[i] * (sum of k1 from the token to the row's end).
 
-    advantages: without the KL, as the filter gave them; scores: they come from. An attempt's KL is that of all its
-    rows. A group's baseline of the KL is of its attempts that train: of others nothing is computed.
+    advantages: without the KL, as the filter gave them; scored: group and score of every attempt that has one, which
+    estimators with a deviation need. An attempt's KL is that of all its rows. A group's baseline of the KL is of its
+    attempts that train: of others nothing is computed, and they are in a deviation as if at that baseline.
     """
-    score = np.asarray(scores, np.float64)
-    if estimator == "rloo":
-        attempts = sorted(set(attempt_ids))
+    plain = estimator == "rloo" or (estimator == "grpo" and not normalize_std)
+    unknown = sorted(set(attempt_ids) - scored.keys())
+    if unknown and not plain:
+        raise BadInput(f"the batch gives no score of attempt {unknown[0]}, which {estimator} with the KL in it needs")
+    if estimator != "reinforce_pp":
         group_of = dict(zip(attempt_ids, group_ids, strict=True))
-        total = dict.fromkeys(attempts, 0.0)
+        total = dict.fromkeys(sorted(group_of), 0.0)
         for name, row in zip(attempt_ids, rows, strict=True):
             total[name] -= coefficient * row.total
-        penalties = np.array([total[name] for name in attempts])
-        if not np.isfinite(penalties).all():  # for the trainer to refuse and to book
+        if not np.isfinite([*total.values()]).all():  # for the trainer to refuse and to book
             return np.full(len(rows), np.nan), np.zeros(len(rows))
-        moved = attempt_advantages(penalties, [group_of[name] for name in attempts], attempts, estimator=estimator)
-        by_attempt = dict(zip(attempts, moved, strict=True))
-        return np.asarray(advantages) + np.array([by_attempt[name] for name in attempt_ids]), np.zeros(len(rows))
-    if estimator != "reinforce_pp":
-        raise BadInput(f"KL in the reward is not defined here for estimator {estimator!r}")
-    if len(score) != len(rows):
-        raise BadInput(f"the batch gives no score of each attempt, which {estimator} with the KL in the reward needs")
+        baseline = "rloo" if estimator == "rloo" else "grpo"
+        moved = _advantages({name: (group_of[name], value) for name, value in total.items()}, baseline)
+        if plain:
+            return np.asarray(advantages) + np.array([moved[name] for name in attempt_ids]), np.zeros(len(rows))
+        centred = {n: (scored[n][0], value + moved.get(n, 0.0)) for n, value in _advantages(scored, "grpo").items()}
+        final = _advantages(centred, estimator, normalize_std)
+        return np.array([final[name] for name in attempt_ids]), np.zeros(len(rows))
+    score = np.array([scored[name][1] for name in attempt_ids], np.float64)
     n, ahead, squares = (
         np.array([getattr(row, name) for row in rows], np.float64) for name in ("tokens", "ahead", "ahead_squares")
     )
@@ -143,3 +150,13 @@ def reward_advantages(
     square = (n * s * s - 2 * coefficient * s * ahead + coefficient**2 * squares).sum() / count
     scale = np.sqrt(max(square, 0.0)) + STD_EPS
     return s / scale, np.full(len(rows), -coefficient / scale)
+
+
+def _advantages(
+    values: Mapping[str, tuple[str, float]], estimator: str, normalize_std: bool = False
+) -> dict[str, float]:
+    """Of attempts from their group and value."""
+    names = sorted(values)
+    groups, of = [values[name][0] for name in names], np.array([values[name][1] for name in names])
+    found = attempt_advantages(of, groups, names, estimator=estimator, normalize_std=normalize_std)
+    return dict(zip(names, found.tolist(), strict=True))

@@ -187,8 +187,9 @@ class Actors:
             [every[index] for index in range(len(batch.rows))],
             attempt_ids=[row.attempt_id for row in batch.rows],
             group_ids=[row.group_id for row in batch.rows],
-            scores=batch.scores,
+            scored=batch.scored,
             advantages=[row.advantage for row in batch.rows],
+            normalize_std=objective.normalize_std,
         )
 
         def moved(one: MicroBatch) -> MicroBatch:

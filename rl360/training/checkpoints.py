@@ -20,6 +20,7 @@ from rl360.store.object_store import ObjectStore
 from rl360.training.saved import CheckpointManifest, manifest_key, read_manifest
 
 TensorSets = dict[str, dict[str, torch.Tensor]]  # "weights", "exp_avg", "exp_avg_sq", "rng" -> name -> tensor
+CRITIC_PREFIX = "critic_"  # of a critic's sets
 
 
 def write(store: ObjectStore, manifest: CheckpointManifest, sets: TensorSets) -> CheckpointManifest:
@@ -38,9 +39,11 @@ def write(store: ObjectStore, manifest: CheckpointManifest, sets: TensorSets) ->
     return found
 
 
-def read_tensors(store: ObjectStore, manifest: CheckpointManifest) -> TensorSets:
-    """All tensors of a checkpoint; an object that does not match its digest is refused by name."""
-    return {name: load_tensors(get_object(store, ref), ref.key) for name, ref in manifest.objects.items()}
+def read_tensors(store: ObjectStore, manifest: CheckpointManifest, *, critic: bool) -> TensorSets:
+    """A critic's sets of a checkpoint, {} without one, or all others; an object that does not match its digest is
+    refused by name. A rank reads whole sets of which it needs parts: the digest is of the whole object."""
+    refs = {name: ref for name, ref in manifest.objects.items() if name.startswith(CRITIC_PREFIX) is critic}
+    return {name: load_tensors(get_object(store, ref), ref.key) for name, ref in refs.items()}
 
 
 def load_tensors(data: bytes, key: str) -> dict[str, torch.Tensor]:

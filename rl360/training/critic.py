@@ -21,18 +21,17 @@ from rl360.config.run import ObjectiveConfig
 from rl360.objective.advantages import STD_EPS
 from rl360.objective.gae import masked_gae
 from rl360.objective.losses import value_loss
-from rl360.training.checkpoints import TensorSets
+from rl360.training.checkpoints import CRITIC_PREFIX, TensorSets
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import VALUE_HEAD, load_hf
 from rl360.training.megatron.model import build_model, parallel_state
 from rl360.training.megatron.modules import ValueHead
-from rl360.training.megatron.policy import MOMENTS, DeviceBatch, LossSums, Policy, StepSums
+from rl360.training.megatron.policy import MOMENTS, DeviceBatch, Goal, LossSums, Policy, StepSums
 from rl360.training.packing import MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-_PREFIX = "critic_"  # of a critic's sets of tensors in a checkpoint
 _CONSTANT = 1e-12  # returns whose variance is no larger say nothing about how well values explain them
 
 
@@ -72,8 +71,8 @@ class Critic(Policy):
         values = output[..., 0].float()
         return values, values.detach()
 
-    def _run(self, batches: Sequence[MicroBatch], *rest: Any, **named: Any) -> list[Any]:
-        return super()._run([replace(batch, routing=None) for batch in batches], *rest, **named)
+    def _run(self, batches: Sequence[MicroBatch], goal: Goal, *, forward_only: bool) -> list[Any]:
+        return super()._run([replace(batch, routing=None) for batch in batches], goal, forward_only=forward_only)
 
     @torch.no_grad()
     def judged(self, batches: Sequence[MicroBatch], config: ObjectiveConfig) -> tuple[list[MicroBatch], float | None]:
@@ -86,7 +85,7 @@ class Critic(Policy):
         advantages as they are. Collective.
         """
         self.model.eval()
-        found = self._run(batches, lambda values, _same, _batch: [values], 1.0, forward_only=True)
+        found = self._run(batches, Goal(lambda values, _same, _batch: [values]), forward_only=True)
         told, moments = [], np.zeros(7)
         for batch, (tensor,) in zip(batches, found, strict=False):  # nothing is found before the last stage
             values, scores = tensor.cpu().numpy(), batch.advantages[:, 0]
@@ -133,12 +132,14 @@ class Critic(Policy):
 
     def sets(self) -> TensorSets:
         """Its part of a checkpoint. Collective."""
-        return {_PREFIX + name: tensors for name, tensors in ({"weights": self.weights()} | self.moments()).items()}
+        return {
+            CRITIC_PREFIX + name: tensors for name, tensors in ({"weights": self.weights()} | self.moments()).items()
+        }
 
     def restore(self, sets: Mapping[str, Mapping[str, torch.Tensor]], steps: int) -> None:
         """Take up the state that `sets` gave after `steps` optimizer steps; from a checkpoint without a critic, which a
         fork may start from, begin with the body of its policy."""
-        if _PREFIX + "weights" in sets:
-            self.load(sets[_PREFIX + "weights"], {name: sets[_PREFIX + name] for name in MOMENTS}, steps)
+        if CRITIC_PREFIX + "weights" in sets:
+            self.load(sets[CRITIC_PREFIX + "weights"], {name: sets[CRITIC_PREFIX + name] for name in MOMENTS}, steps)
         else:
             load_hf(self.core, self._starting(sets["weights"]), self.shape, self.layout)

@@ -24,7 +24,7 @@ from rl360.training.megatron.hf_dir import write_dir
 from rl360.training.megatron.hf_map import digest_of, place_hf
 from rl360.training.megatron.model import Layout, parallel_state
 from rl360.training.megatron.parallel import gathered, refuse_other_copies, together
-from rl360.training.megatron.policy import Optim, Policy, StepSums
+from rl360.training.megatron.policy import Goal, Optim, Policy, StepSums
 from rl360.training.megatron.witness import Witness
 from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch
@@ -32,7 +32,7 @@ from rl360.training.results import Batch, StepStatus, TrainResult, parse_batch, 
 from rl360.weights.transports import open_lanes
 
 if TYPE_CHECKING:
-    from rl360.weights.transports.lanes import Delivered, Errand, Lanes
+    from rl360.weights.transports import Delivered, Errand, Lanes
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Replica:
     def _open(self, command: OpenRun) -> Position:
         # a failed open leaves nothing half restored, and no model of the run before stays beside those of this one
         self.policy = self.critic = self.actors = self.at = None
-        config = RunConfig.parse(command.config_json, f"config of run {command.run}")
+        config = RunConfig.parse(command.config_json, f"config of run {command.run}", frozen=True)
         trainer = config.trainer
         optim = Optim(trainer.lr, trainer.beta1, trainer.beta2, trainer.eps, trainer.weight_decay, trainer.grad_clip)
         if command.checkpoint is None:  # else they come from the store
@@ -145,12 +145,14 @@ class Replica:
         at = Position(command.run, config, command.model_dir, 0, 0, digest_of(policy.weights()), self._critic_digest())
         saved = command.checkpoint
         if saved is not None:
-            sets = together(lambda: checkpoints.read_tensors(self.store, saved))
-            moments = {name: sets[name] for name in ("exp_avg", "exp_avg_sq")}
-            policy.load(sets["weights"], moments, saved.version + config.updates_before - saved.withheld_updates)
-            if critic is not None:
-                critic.restore(sets, saved.critic_updates)
+            sets = together(lambda: checkpoints.read_tensors(self.store, saved, critic=False))
+            policy.load(sets["weights"], sets, saved.version + config.updates_before - saved.withheld_updates)
             torch.set_rng_state(sets["rng"]["torch"])
+            if critic is not None:
+                if saved.critic_digest is not None:  # else it begins with the body of the policy
+                    sets = {}  # let go of, before as many more are read
+                    sets = together(lambda: checkpoints.read_tensors(self.store, saved, critic=True))
+                critic.restore(sets, saved.critic_updates)
             at = replace(at, next_step=saved.next_step, version=saved.version, digest=digest_of(policy.weights()))
             at, what = replace(at, critic_digest=self._critic_digest()), f"checkpoint {saved.step} of {saved.run}"
             self._must_equal(at.digest, saved.weights_digest, what, saved.layout)
@@ -255,13 +257,14 @@ class Replica:
             witness = Witness(batch.rows, other_terms=bool(objective.entropy_coef or objective.kl_coef))
         if critic is not None:
             micro, told["explained_variance"] = critic.judged(micro, objective)
-        loss_sums = policy_sums(objective, at.version)
-        sums = policy.gradients(micro, loss_sums, tokens, at.config.rollout.temperature, witness)
+        goal = Goal(policy_sums(objective, at.version), tokens, at.config.rollout.temperature, witness)
+        sums = policy.gradients(micro, goal)
         if critic is not None and sums.applied:
             learned = critic.learn(micro, objective, tokens)
             sums = replace(sums, applied=learned.applied)
             told["value_loss"] = learned.sums["value_loss"] / tokens
             told["value_clip_fraction"] = learned.sums["value_clipped"] / tokens
+            told["critic_grad_norm"] = learned.grad_norm
         if sums.applied and not withheld:
             policy.optimizer.step()
         done: dict[str, object] = {"weights_digest": digest_of(policy.weights())}

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -48,6 +48,9 @@ class Witnessed(BaseModel):
     tokens: int
     digest: str = Field(description="of the samples' names: rl360.ledger.checks.samples_digest")
     cannot_tell: int = Field(description="samples with fewer positions than booked, which clips or masks may explain")
+    excused: tuple[int, ...] | None = Field(
+        None, description="of those, rows of the batch that have no gradient, or one with an advantage of 0"
+    )  # null: written before it was told
 
 
 class TrainResult(BaseModel):
@@ -78,6 +81,7 @@ class TrainResult(BaseModel):
     value_loss: float | None = Field(None, description="the critic's, over trained tokens; null without a critic")
     explained_variance: float | None = Field(None, description="of the returns by the critic's values before the step")
     value_clip_fraction: float | None = None
+    critic_grad_norm: float | None = Field(None, description="of the critic's first update, before clipping")
     weights_digest: str
     critic_digest: str | None = Field(None, description="of the critic's weights after this step")
     seconds: float
@@ -122,7 +126,7 @@ class Batch:
     """A step's rows, checked; the samples themselves are not read yet."""
 
     rows: tuple[TrainRow, ...]
-    scores: tuple[float, ...] = ()  # by row, of its attempt; () when the batch does not say
+    scored: dict[str, tuple[str, float]] = field(default_factory=dict)  # group and score, of every attempt with a score
 
     @property
     def trained_tokens(self) -> int:
@@ -154,9 +158,12 @@ def parse_batch(data: bytes, key: str, digest: str, run: str, step: int) -> Batc
     decisions = wire.get("decisions")
     if not isinstance(decisions, list) or not all(isinstance(each, dict) for each in decisions):
         raise CorruptObject(key, "has no list of decisions")
-    scores = {str(each.get("attempt_id")): each.get("score") for each in decisions}
-    found = tuple(scores.get(row.attempt_id) for row in rows)
-    return Batch(rows, found if all(isinstance(score, float) and math.isfinite(score) for score in found) else ())
+    scored = {str(each.get("attempt_id")): (str(each.get("group_id")), each.get("score")) for each in decisions}
+    known = {name: (group, s) for name, (group, s) in scored.items() if isinstance(s, float) and math.isfinite(s)}
+    for row in rows:
+        if row.attempt_id in known and known[row.attempt_id][0] != row.group_id:
+            raise CorruptObject(key, f"sample {_name(row)} is of {row.group_id}, decided in {known[row.attempt_id][0]}")
+    return Batch(rows, known)
 
 
 def _row(wire: Any, index: int, key: str) -> TrainRow:

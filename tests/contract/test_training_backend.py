@@ -22,7 +22,7 @@ from rl360.training.megatron.hf_dir import read_tensors, write_dir
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, ModelShape, check_layout, read_shape
 from rl360.training.megatron.modules import token_logprobs
-from rl360.training.megatron.policy import Optim, Policy
+from rl360.training.megatron.policy import Goal, Optim, Policy
 from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch, TrainSequence, build
 from tests.unit.training_data import samples_of, write_model
@@ -67,8 +67,8 @@ def test_step_is_independent_of_micro_batches_and_moments_restore(policy: Policy
     samples = sequences(2)
     weight = sum(int(s.loss_mask.sum()) for s in samples)
     loss = policy_sums(ObjectiveConfig())
-    one = policy.accumulate(policy.micro_batches(samples, 4096), loss, weight)
-    many = policy.accumulate(policy.micro_batches(samples, 64), loss, weight)
+    one = policy.accumulate(policy.micro_batches(samples, 4096), Goal(loss, weight))
+    many = policy.accumulate(policy.micro_batches(samples, 64), Goal(loss, weight))
     assert one[1] == pytest.approx(many[1], rel=1e-5)
     assert one[0] == pytest.approx(many[0], rel=1e-5)
     before = policy.weights()
@@ -99,7 +99,7 @@ def test_padding_micro_batches_leave_no_trace(policy: Policy, tmp_path: Path, ex
     def accumulated(batches: list[MicroBatch]) -> tuple[dict[str, float], float, dict[str, torch.Tensor]]:
         found = trained.batch_logprobs(batches, parts=other)
         judged = [replace(one, old=values, reference=values) for one, values in zip(batches, found, strict=True)]
-        told, norm = trained.accumulate(judged, sums, tokens)
+        told, norm = trained.accumulate(judged, Goal(sums, tokens))
         return told, norm, hf_map.gather_hf(trained.core, trained.shape, Layout(), lambda p: p.main_grad)
 
     one, two = trained.micro_batches(samples[:6], 4096), trained.micro_batches(samples[6:], 4096)
@@ -128,8 +128,8 @@ def test_every_preset_trains_what_it_says(policy: Policy, preset: str) -> None:
     samples, config = near(policy, 6), ObjectiveConfig.model_validate(fields)
     tokens = [int(s.loss_mask.sum()) for s in samples]
     config = config.model_copy(update={"kl_coef": 0.0})  # that term: test_training_kl
-    whole, norm = policy.accumulate(policy.micro_batches(samples, 4096), policy_sums(config), sum(tokens))
-    split, split_norm = policy.accumulate(policy.micro_batches(samples, 64), policy_sums(config), sum(tokens))
+    whole, norm = policy.accumulate(policy.micro_batches(samples, 4096), Goal(policy_sums(config), sum(tokens)))
+    split, split_norm = policy.accumulate(policy.micro_batches(samples, 64), Goal(policy_sums(config), sum(tokens)))
     assert (whole["tokens"], whole["samples"]) == (sum(tokens), len(samples))
     assert (
         whole == pytest.approx(split, rel=1e-4, abs=1e-4) and norm == pytest.approx(split_norm, rel=1e-4) and norm > 0
@@ -149,10 +149,10 @@ def test_the_entropy_bonus_reaches_the_gradient(policy: Policy) -> None:
     """With advantages of 0 the bonus is all there is; one step along it raises the entropy."""
     samples = [replace(one, advantage=0.0) for one in near(policy, 7)]
     tokens, batches = sum(int(s.loss_mask.sum()) for s in samples), policy.micro_batches(samples, 4096)
-    assert policy.accumulate(batches, policy_sums(ObjectiveConfig()), tokens)[1] == 0
+    assert policy.accumulate(batches, Goal(policy_sums(ObjectiveConfig()), tokens))[1] == 0
     bonus = policy_sums(ObjectiveConfig(entropy_coef=1.0))
     before = policy.step(batches, bonus, tokens)
-    after, _ = policy.accumulate(batches, bonus, tokens)
+    after, _ = policy.accumulate(batches, Goal(bonus, tokens))
     assert before.applied and before.grad_norm > 0 and after["entropy"] > before.sums["entropy"]
 
 
@@ -171,8 +171,8 @@ def test_log_probs_are_those_of_the_temperature_that_was_sampled_at(policy: Poli
         logprobs = np.where(one.loss_mask, np.concatenate([[0.0], found.numpy()]), 0).astype(np.float32)
         sampled.append(TrainSequence(one.tokens, one.loss_mask, logprobs, one.advantage, one.name))
     batches, loss = policy.micro_batches(sampled, 4096), policy_sums(ObjectiveConfig())
-    at_07, norm_07 = policy.accumulate(batches, loss, weight, 0.7)
-    at_1, norm_1 = policy.accumulate(batches, loss, weight)
+    at_07, norm_07 = policy.accumulate(batches, Goal(loss, weight, 0.7))
+    at_1, norm_1 = policy.accumulate(batches, Goal(loss, weight))
     assert at_07["abs_dlogp"] / weight < 1e-5
     assert at_07["tis"] / weight == pytest.approx(1.0, abs=1e-5)
     assert at_1["abs_dlogp"] / weight > 0.05

@@ -18,7 +18,7 @@ from rl360.training.megatron import parallel
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import EMBEDDING, VALUE_HEAD, digest_of
 from rl360.training.megatron.model import Layout
-from rl360.training.megatron.policy import Optim, Policy
+from rl360.training.megatron.policy import Goal, Optim, Policy
 from rl360.training.packing import MicroBatch, TrainSequence
 from tests.unit.training_data import EXPERTS, HIDDEN, routed, samples_of, write_model
 
@@ -131,9 +131,9 @@ def test_the_gradient_is_that_of_the_value_loss_however_micro_batches_are_cut(cr
     divisor = sum(int(one.loss_mask.sum()) for one in samples)
     whole, _ = critic.judged(critic.micro_batches(samples, 4096), GAE)
     split, _ = critic.judged(critic.micro_batches(samples, 64), GAE)
-    sums, norm = critic.accumulate(whole, value_sums(None), divisor)
+    sums, norm = critic.accumulate(whole, Goal(value_sums(None), divisor))
     gradient = critic.core.output_layer.value.main_grad.clone()
-    again, norm_again = critic.accumulate(split, value_sums(0.2), divisor)
+    again, norm_again = critic.accumulate(split, Goal(value_sums(0.2), divisor))
     assert norm == pytest.approx(norm_again, rel=1e-4) and norm > 0
     assert sums == pytest.approx(again, rel=1e-5), "one step a batch: the clip of values holds nothing"
     expected = sum(

@@ -15,11 +15,12 @@ import torch
 from rl360.config.run import RunConfig
 from rl360.store.layout import checkpoint_prefix, run_config_key, step_key
 from rl360.training import saved
+from rl360.training.critic import Critic
 from rl360.training.director import Conflict, Director, StepBody
 from rl360.training.megatron import parallel
 from rl360.training.megatron.hf_map import VALUE_HEAD, digest_of
 from rl360.training.megatron.model import Layout
-from rl360.training.megatron.policy import Policy
+from rl360.training.megatron.policy import Policy, StepSums
 from rl360.training.replica import ReplayMismatch, Replica
 from rl360.training.results import StepStatus, TrainResult
 from tests.unit.memory_store import MemoryStore
@@ -224,3 +225,49 @@ def test_empty_steps_keep_the_critic_and_a_fork_of_a_run_without_one_gets_one(mo
     assert trainer.replica.critic is not None and trainer.replica.policy is not None
     policy, critic = trainer.replica.policy.weights(), trainer.replica.critic.weights()
     assert digest_of({name: critic[name] for name in policy}) == digest_of(policy) and not critic[VALUE_HEAD].any()
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_the_norm_of_the_critics_first_gradient_is_told(
+    model: Path, updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before clipping, and null where nothing was applied or there is no critic."""
+    norms: list[float] = []
+    whole = Critic.step
+
+    def watched(self: Critic, *given: Any) -> StepSums:
+        found = whole(self, *given)
+        norms.append(found.grad_norm)
+        return found
+
+    monkeypatch.setattr(Critic, "step", watched)
+    store = MemoryStore()
+    start(store, model, critic_updates=updates, value_clip=0.2 if updates > 1 else None)
+    trainer = new_trainer(store)
+    told = step(trainer, store, 0).critic_grad_norm
+    assert len(norms) == len(set(norms)) == updates and told == norms[0] > 0
+    assert step(trainer, store, 1, rows=[untrained(scored(0)[0])]).critic_grad_norm is None
+    plain = RunConfig.parse({"run": "g1", "model": {"path": str(model)}})
+    store.put(run_config_key("g1"), plain.to_json())
+    assert step(trainer, store, 0, "g1").critic_grad_norm is None
+
+
+def test_a_run_without_a_critic_does_not_read_that_of_its_parent(model: Path) -> None:
+    """A restore reads what it loads: three sets of the policy, then three of a critic where there is one to load."""
+    store = MemoryStore()
+    parent = start(store, model)
+    trainer = new_trainer(store)
+    step(trainer, store, 0)
+    trainer.checkpoint("r1", 0)
+    origin = saved.parent_at(cast(Any, store), parent, None)
+    plain = RunConfig.parse({"run": "g1", "model": {"path": str(model)}, "parent": origin.model_dump()})
+    store.put(run_config_key("g1"), plain.to_json())
+    for run, sets in (
+        ("g1", ["exp_avg", "exp_avg_sq", "rng", "weights"]),
+        ("r1", ["critic_weights", "rng", "weights"]),
+    ):
+        store.read.clear()
+        new_trainer(store).open_run(run)
+        read = [key.rpartition("/")[2].rpartition("-")[0] for key in store.read if key.endswith(".safetensors")]
+        assert len(read) == len(set(read)) and set(sets) <= set(read), "each once"
+        assert any(name.startswith("critic_") for name in read) == (run == "r1")

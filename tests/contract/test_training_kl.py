@@ -26,7 +26,7 @@ from rl360.training.director import Director, StepBody
 from rl360.training.megatron import parallel
 from rl360.training.megatron.hf_dir import write_dir
 from rl360.training.megatron.model import Layout
-from rl360.training.megatron.policy import DeviceBatch, Optim, Policy
+from rl360.training.megatron.policy import DeviceBatch, Goal, Optim, Policy
 from rl360.training.objective import policy_sums
 from rl360.training.packing import MicroBatch, TrainSequence
 from rl360.training.replica import Replica
@@ -212,10 +212,10 @@ def test_running_with_other_parameters_leaves_the_policys_own(models: dict[str, 
 @pytest.mark.parametrize("kind", ["k2", "k3", "low_variance"])
 def test_the_kl_is_weighed_as_the_loss_and_depends_on_no_cut(judged: Any, kind: str) -> None:
     policy, batches, narrow, tokens = judged
-    without = policy.accumulate(batches, policy_sums(ObjectiveConfig()), tokens)[0]
+    without = policy.accumulate(batches, Goal(policy_sums(ObjectiveConfig()), tokens))[0]
     config = ObjectiveConfig.model_validate({**KL, "kl_estimator": kind})
-    sums, norm = policy.accumulate(batches, policy_sums(config), tokens)
-    again, norm_again = policy.accumulate(narrow, policy_sums(config), tokens)
+    sums, norm = policy.accumulate(batches, Goal(policy_sums(config), tokens))
+    again, norm_again = policy.accumulate(narrow, Goal(policy_sums(config), tokens))
     assert sums == pytest.approx(again, rel=1e-4, abs=1e-4) and norm == pytest.approx(norm_again, rel=1e-4)
     total = weighed = 0.0
     for one, values in zip(batches, policy.batch_logprobs(batches), strict=True):
@@ -232,14 +232,14 @@ def test_the_models_gradient_of_the_kl_matches_finite_differences(judged: Any, k
     policy, batches, _, tokens = judged
     alone = [replace(one, advantages=np.zeros_like(one.advantages)) for one in batches]
     sums = policy_sums(ObjectiveConfig(kl_coef=1.0, kl_estimator=cast(Any, kind)))
-    _, norm = policy.accumulate(alone, sums, tokens)
+    _, norm = policy.accumulate(alone, Goal(sums, tokens))
     params = list(policy.core.parameters())
     slope = [param.main_grad.clone() for param in params]
     reach = 2e-3 / norm
     losses = []
     for sign in (1, -1):
         with torch.no_grad(), policy._holding([p + sign * reach * g for p, g in zip(params, slope, strict=True)]):
-            losses.append(policy.accumulate(alone, sums, tokens)[0]["loss"] / tokens)
+            losses.append(policy.accumulate(alone, Goal(sums, tokens))[0]["loss"] / tokens)
     assert (losses[0] - losses[1]) / (2 * reach) == pytest.approx(norm**2, rel=2e-3)
 
 
@@ -310,7 +310,7 @@ def test_rloo_takes_the_kl_of_the_answer_off_the_reward_before_the_baseline() ->
         rows,
         attempt_ids=[name for name, _ in ATTEMPTS],
         group_ids=[group for _, group in ATTEMPTS],
-        scores=(),
+        scored={},
         advantages=[leave_one_out(SCORES, name) for name, _ in ATTEMPTS],
     )
     np.testing.assert_allclose(base, [leave_one_out(reward, name) for name, _ in ATTEMPTS], atol=1e-12)
@@ -326,7 +326,7 @@ def test_reinforce_pp_takes_off_the_kl_that_lies_ahead_and_normalises_over_token
         [row for row, _ in told],
         attempt_ids=[name for name, _ in ATTEMPTS],
         group_ids=[group for _, group in ATTEMPTS],
-        scores=[SCORES[name] for name, _ in ATTEMPTS],
+        scored={name: (group, SCORES[name]) for name, group in ATTEMPTS},
         advantages=(),
     )
     expected, found = [], []
@@ -338,10 +338,14 @@ def test_reinforce_pp_takes_off_the_kl_that_lies_ahead_and_normalises_over_token
     np.testing.assert_allclose(found, (values - values.mean()) / (values.std() + 1e-6), atol=1e-9)
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "reinforce_pp"])
-def test_the_trainer_takes_the_kl_off_the_reward(models: dict[str, Path], estimator: str) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "normalize_std"),
+    [("rloo", False), ("reinforce_pp", False), ("grpo", False), ("grpo", True), ("reinforce_pp_baseline", False)],
+)
+def test_the_trainer_takes_the_kl_off_the_reward(models: dict[str, Path], estimator: str, normalize_std: bool) -> None:
     """The same weights as a run without a KL whose advantages were moved by hand; reported is the mean of k1."""
     objective = {"estimator": estimator, "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"}
+    objective |= {"normalize_std": normalize_std}
     store = new_store(models["start"], objective={**objective, "reference": str(models["other"])})
     rows = samples_of(0, 4)
     rows = [row | {"group_id": f"g{i // 2}"} for i, row in enumerate(rows)]
@@ -349,7 +353,8 @@ def test_the_trainer_takes_the_kl_off_the_reward(models: dict[str, Path], estima
     trainer = new_trainer(store)
     tokens = sum(int(row["loss_mask"].sum()) for row in rows)
     wire = [stored_row(store, "r1", 0, row, weight=1 / tokens) for row in rows]
-    decisions = [{"attempt_id": row["attempt_id"], "score": s} for row, s in zip(rows, scores, strict=True)]
+    scored = {row["attempt_id"]: (row["group_id"], score) for row, score in zip(rows, scores, strict=True)}
+    decisions = [{"attempt_id": name, "group_id": group, "score": s} for name, (group, s) in scored.items()]
     body = put_batch(store, "r1", 0, rows)
     data = batch("r1", 0, wire, decisions=decisions)
     store.put(body["batch_key"], data)
@@ -364,8 +369,9 @@ def test_the_trainer_takes_the_kl_off_the_reward(models: dict[str, Path], estima
         [row for row, _ in told],
         attempt_ids=[row["attempt_id"] for row in rows],
         group_ids=[row["group_id"] for row in rows],
-        scores=scores,
+        scored=scored,
         advantages=[row["advantage"] for row in rows],
+        normalize_std=normalize_std,
     )
     policy = Policy(models["start"], Layout(), Optim(lr=3e-4))
     batches = []

@@ -21,7 +21,7 @@ from rl360.training.megatron import hf_map, parallel
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout
-from rl360.training.megatron.policy import DeviceBatch, Optim, Policy
+from rl360.training.megatron.policy import DeviceBatch, Goal, Optim, Policy
 from rl360.training.packing import TrainSequence, build
 from rl360.training.replica import OpenRun, Replica, TrainStep
 from rl360.training.results import StepStatus, TrainResult
@@ -122,7 +122,7 @@ def likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, batch: DeviceBatch
 
 
 def gradients(policy: Policy, samples: list[TrainSequence], max_tokens: int = 4096) -> tuple[float, Tensors]:
-    sums, _ = policy.accumulate(policy.micro_batches(samples, max_tokens), likelihood, WEIGHT)
+    sums, _ = policy.accumulate(policy.micro_batches(samples, max_tokens), Goal(likelihood, WEIGHT))
     grads = hf_map.gather_hf(policy.core, policy.shape, policy.layout, lambda p: p.main_grad)
     return sums["loss"], {name: grad.clone() for name, grad in grads.items()}
 
@@ -207,9 +207,9 @@ def test_what_fills_the_rest_of_a_rectangle_reaches_nothing_trained(policy: Poli
     np.testing.assert_array_equal(batch.routing[1, 8:16], rows)
     other = batch.routing.copy()
     other[1, 8:] = (other[1, 8:] + 1) % EXPERTS
-    loss, norm = policy.accumulate([batch], likelihood, WEIGHT)
+    loss, norm = policy.accumulate([batch], Goal(likelihood, WEIGHT))
     for routing in (other, batch.routing.astype(np.uint16)):
-        found, found_norm = policy.accumulate([replace(batch, routing=routing)], likelihood, WEIGHT)
+        found, found_norm = policy.accumulate([replace(batch, routing=routing)], Goal(likelihood, WEIGHT))
         assert found["loss"] == pytest.approx(loss["loss"], rel=1e-6)
         assert found_norm == pytest.approx(norm, rel=1e-6)
 
@@ -230,7 +230,7 @@ def test_nothing_of_a_replay_is_left_in_the_model(policy: Policy) -> None:
     gradients(policy, samples)
     assert [router.router_replay for router in routers] == [None] * LAYERS
     with pytest.raises(ValueError, match="inside the step"):
-        policy.accumulate(policy.micro_batches(samples, 64), fails, WEIGHT)
+        policy.accumulate(policy.micro_batches(samples, 64), Goal(fails, WEIGHT))
     assert [rows.dtype for rows in seen] == [torch.uint8] * LAYERS
     assert [router.router_replay for router in routers] == [None] * LAYERS
     assert RouterReplay.global_router_replay_instances == []

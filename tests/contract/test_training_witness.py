@@ -116,13 +116,16 @@ def test_it_sees_the_samples_that_the_ledger_books_and_changes_no_bit(model: Pat
     seen = result.witness
     assert seen is not None
     assert (seen.samples, seen.tokens, seen.cannot_tell) == (7, rig.result.trained_tokens, 0)
+    assert seen.excused == ()
     ledger = rig.ledger(result)
     trained = [
         (row.attempt_id, at) for row in ledger.attempts for at, b in enumerate(row.leaves) if b is Bucket.TRAINED
     ]
     assert len(trained) == 7 and samples_digest(trained) == seen.digest
-    (check,) = [each for each in check_ledger(ledger) if each.name == "samples with a gradient"]
-    assert check.holds and check.line() == "booked 7 = seen 7"
+    checks = {each.name: each for each in check_ledger(ledger)}
+    assert all(check.holds for check in checks.values())
+    assert checks["samples with a gradient"].line() == "booked 7 = seen 7"
+    assert checks["positions with a gradient"].line() == f"booked {seen.tokens} = seen {seen.tokens}"
     other = replace(
         ledger, train=replace(ledger.train, witness={**seen.model_dump(), "digest": samples_digest(trained[1:])})
     )
@@ -246,18 +249,28 @@ def test_an_advantage_of_0_has_no_gradient_unless_the_loss_has_other_terms(model
     assert seen is not None and (seen.samples, seen.cannot_tell) == (2, 0)
     entropy = Rig(model, made, format_error_penalty=0.5, entropy_coef=0.01).train()
     seen = entropy.witness
-    assert seen is not None and (seen.samples, seen.cannot_tell) == (5, 3)
+    assert seen is not None and (seen.samples, seen.cannot_tell, seen.excused) == (5, 3, (0, 1, 2))
     assert all(check.holds for check in check_ledger(rig.ledger(entropy)))
 
 
-def test_of_what_a_correction_may_have_dropped_it_cannot_tell(model: Path) -> None:
-    """The made-up log-probs are far from the model's: masks drop most tokens, and the step counts how many."""
-    rig = Rig(model, records(), correction="mask", correction_low=0.99, correction_high=1.01)
+@pytest.mark.parametrize(("level", "low", "dark"), [("token", 0.99, (7, 7)), ("geometric", 0.0028, (1, 6))])
+def test_of_what_a_correction_may_have_dropped_it_cannot_tell(
+    model: Path, level: str, low: float, dark: tuple[int, int]
+) -> None:
+    """The made-up log-probs are far from the model's: masks drop tokens, or whole samples, and the step counts them."""
+    rig = Rig(model, records(), correction="mask", correction_level=level, correction_low=low, correction_high=1.01)
     result = rig.train()
     seen, tokens = result.witness, rig.result.trained_tokens
-    assert seen is not None and result.masked_fraction is not None and result.masked_fraction > 0.5
+    assert seen is not None and result.masked_fraction is not None
     assert seen.tokens == round(tokens * (1 - result.masked_fraction)) and seen.cannot_tell > 0
-    assert all(check.holds for check in check_ledger(rig.ledger(result)))
+    ledger = rig.ledger(result)
+    assert all(check.holds for check in check_ledger(ledger))
+    assert seen.excused is not None and dark[0] <= len(seen.excused) <= dark[1]
+    assert len(seen.excused) == len(rig.result.kept) - seen.samples <= seen.cannot_tell
+    others: list[dict[str, Any]] = [{"excused": list(seen.excused[1:])}, {"tokens": seen.tokens - 1}]
+    for changes in (*others, {"digest": "0" * 64}, {"cannot_tell": 0}, {"tokens": tokens + 1}):
+        other = replace(ledger, train=replace(ledger.train, witness={**seen.model_dump(), **changes}))
+        assert [check.name for check in check_ledger(other) if not check.holds], changes
 
 
 @pytest.mark.usefixtures("model")  # it makes the process group

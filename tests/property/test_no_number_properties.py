@@ -427,7 +427,7 @@ def test_a_damaged_batch_is_refused_or_has_finite_numbers_of_their_type(choose: 
         batch = parse_batch(data, "batch", sha256_hex(data), "demo", 0)
     except CorruptObject:
         return
-    assert all(type(score) is float and math.isfinite(score) for score in batch.scores)
+    assert all(type(score) is float and math.isfinite(score) for _, score in batch.scored.values())
     for row in batch.rows:
         assert type(row.advantage) is float and math.isfinite(row.advantage)
         assert type(row.weight) is float and 0 < row.weight < math.inf

@@ -149,11 +149,14 @@ def test_a_ledger_of_an_older_schema_is_refused_by_name(
 ) -> None:
     store = finished_run(1)
     key = step_key("demo", 0, "ledger.msgpack")
-    store.objects[key] = pack({**unpack(store.objects[key], key), "schema_version": 3})
+    store.objects[key] = pack({**unpack(store.objects[key], key), "schema_version": 2})
     del store.objects[manifest_key("demo", 0, "report")]
     code, _, err = Rl360(store, capsys, monkeypatch)()
     assert code == 1
-    assert err == f"error: object {key}: ledger schema 3, this rl360 reads 4; read it with the rl360 that wrote it\n"
+    assert err == (
+        f"error: object {key}: ledger schema 2, this rl360 reads 3 and 4; read it with the rl360 that wrote it, other "
+        "steps with --step\n"
+    )
 
 
 def test_help_shows_an_example_of_every_question(rl360: Rl360) -> None:

@@ -48,7 +48,8 @@ def test_checks_are_one_line_for_a_run_and_one_each_for_a_step() -> None:
 
 
 def test_every_sum_has_its_row_in_the_page() -> None:
-    seen = replace(LEDGERS[1], train=replace(LEDGERS[1].train, witness={"samples": 0, "digest": "", "cannot_tell": 1}))
+    witness = {"samples": 0, "tokens": 0, "digest": "", "cannot_tell": 1}
+    seen = replace(LEDGERS[1], train=replace(LEDGERS[1].train, witness=witness))
     empty = replace(LEDGERS[2], train=replace(LEDGERS[2].train, status="empty"))
     names = {check.name for checks in check_run([LEDGERS[0], seen, empty]).values() for check in checks}
     page = (Path(__file__).resolve().parents[2] / "docs" / "ledger.md").read_text()

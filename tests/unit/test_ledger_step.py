@@ -222,10 +222,23 @@ def test_tokens_of_a_session_that_was_not_merged_are_in_the_books() -> None:
 
 def test_malformed_objects_are_refused_by_key() -> None:
     wire = build().to_wire()
-    with pytest.raises(CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 4; read it with"):
+    with pytest.raises(
+        CorruptObject, match=r"object some/key: ledger schema 9, this rl360 reads 3 and 4; read it with"
+    ):
         StepLedger.from_wire({**wire, "schema_version": 9}, "some/key")
     with pytest.raises(CorruptObject, match=r"some/key: is not a ledger \(KeyError: 'train'\)"):
         StepLedger.from_wire({name: value for name, value in wire.items() if name != "train"}, "some/key")
+    for schema, said in ((3, "versions"), (4, "odd")):  # a row of another schema than it says
+        row = {**wire["attempts"][0], **({} if schema == 3 else {"odd": 1})}
+        with pytest.raises(CorruptObject, match=f"a row lacks, or should not have, .*{said}"):
+            StepLedger.from_wire({**wire, "schema_version": schema, "attempts": [row]}, "some/key")
+    for lacking in ("samples", "tokens", "digest", "cannot_tell"):
+        seen = {"samples": 2, "tokens": 12, "digest": "d", "cannot_tell": 0}
+        del seen[lacking]
+        with pytest.raises(CorruptObject, match=f"witness lacks {lacking}"):
+            StepLedger.from_wire({**wire, "train": {**wire["train"], "witness": seen}}, "some/key")
+        with pytest.raises(LedgerBroken, match=f"lacks a field the ledger needs .*witness lacks {lacking}"):
+            build(train=train_with(witness=seen))
     unknown = {**wire, "attempts": [{**wire["attempts"][0], "outcome": "vanished"}]}
     with pytest.raises(CorruptObject, match="'vanished' is not a valid Outcome"):
         StepLedger.from_wire(unknown, "some/key")

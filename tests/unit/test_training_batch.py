@@ -81,6 +81,10 @@ def test_no_samples_is_a_batch() -> None:
         (batch("r1", 3, [], decisions=True), "has no list of decisions"),
         (batch("r1", 3, [], decisions=["a"]), "has no list of decisions"),
         (batch("r1", 3, [A, B, A]), "a leaf 0 appears twice"),
+        (
+            batch("r1", 3, [A], decisions=[{"attempt_id": "a", "group_id": "other", "score": 1.0}]),
+            "sample a leaf 0 is of .*, decided in other",
+        ),
         (batch("r1", 3, [A | {"advantage": float("nan")}]), "advantage nan is not a finite number"),
         (batch("r1", 3, [A | {"advantage": None}]), "advantage None is not of type float"),
         (batch("r1", 3, [A | {"weight": float("inf")}]), "weight inf is not a finite number above 0"),

@@ -175,7 +175,11 @@ def put_batch(store: Any, run: str, step: int, samples: list[dict[str, Any]], sc
     """Store the samples and the batch that refers to them, weighed for the mean over tokens; the body that asks the
     trainer for the step. scored: decisions with a score of each attempt are in the batch."""
     tokens = sum(int(np.count_nonzero(row["loss_mask"])) for row in samples)
-    decisions = [{"attempt_id": row["attempt_id"], "score": float(i % 2)} for i, row in enumerate(samples) if scored]
+    decisions = [
+        {"attempt_id": row["attempt_id"], "group_id": row["group_id"], "score": float(i % 2)}
+        for i, row in enumerate(samples)
+        if scored
+    ]
     rows = [stored_row(store, run, step, row, weight=1 / max(tokens, 1)) for row in samples]
     data = batch(run, step, rows, decisions=decisions)
     key = step_key(run, step, "filter.msgpack")

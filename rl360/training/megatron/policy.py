@@ -66,6 +66,19 @@ class DeviceBatch:
 
 
 @dataclass(frozen=True)
+class Goal:
+    """What micro-batches are run for: the sums of `loss_sums`, the first of them divided by `divisor`.
+
+    temperature: log-probs and entropy are those of the policy at it, what the engine sampled from and reports.
+    """
+
+    loss_sums: LossSums
+    divisor: float = 1.0
+    temperature: float = 1.0
+    witness: Witness | None = None
+
+
+@dataclass(frozen=True)
 class StepSums:
     """Sums over the whole batch. `applied` False: loss or gradient is not finite, and nothing was changed."""
 
@@ -139,26 +152,15 @@ class Policy:
     def _multiple(self) -> int:
         return self.layout.tp if self.layout.sequence_parallel else 1
 
-    def _run(
-        self,
-        batches: Sequence[MicroBatch],
-        loss_sums: LossSums,
-        divisor: float,
-        forward_only: bool,
-        temperature: float = 1.0,
-        witness: Witness | None = None,
-    ) -> list[Any]:
-        """The micro-batches through Megatron's schedule; on the last pipeline stage what `loss_sums` gave for each.
-
-        Log-probs and entropy are those of the policy at `temperature`: what the engine sampled from and reports.
-        """
+    def _run(self, batches: Sequence[MicroBatch], goal: Goal, *, forward_only: bool) -> list[Any]:
+        """The micro-batches through Megatron's schedule; on the last pipeline stage what `loss_sums` gave for each."""
 
         def on_output(batch: DeviceBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            sums = loss_sums(*self._outputs(output, batch, temperature), batch)
+            sums = goal.loss_sums(*self._outputs(output, batch, goal.temperature), batch)
             no_divisor = torch.zeros((), dtype=torch.int, device=output.device)  # ours is applied right here
-            return sums[0] / divisor, no_divisor, [s.detach() for s in sums]
+            return sums[0] / goal.divisor, no_divisor, [s.detach() for s in sums]
 
-        with replaying(self.core) as replay, watching(self.core, witness) as watch:
+        with replaying(self.core) as replay, watching(self.core, goal.witness) as watch:
 
             def forward_step(stream: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
                 held = next(stream)
@@ -181,40 +183,26 @@ class Policy:
 
     def step(self, batches: Sequence[MicroBatch], loss_sums: LossSums, divisor: float) -> StepSums:
         """One optimizer step on the gradient of (sum over all ranks' batches of the first sum) / divisor."""
-        found = self.gradients(batches, loss_sums, divisor)
+        found = self.gradients(batches, Goal(loss_sums, divisor))
         if found.applied:
             self.optimizer.step()
         return found
 
-    def gradients(
-        self,
-        batches: Sequence[MicroBatch],
-        loss_sums: LossSums,
-        divisor: float,
-        temperature: float = 1.0,
-        witness: Witness | None = None,
-    ) -> StepSums:
+    def gradients(self, batches: Sequence[MicroBatch], goal: Goal) -> StepSums:
         """What `step` says, with the step itself still to be taken: `applied` is whether it may be. A witness that
         disagrees raises."""
-        sums, grad_norm = self.accumulate(batches, loss_sums, divisor, temperature, witness)
+        sums, grad_norm = self.accumulate(batches, goal)
         finite = all(map(math.isfinite, (grad_norm, *sums.values())))
-        if finite and witness is not None:
-            witness.settle(sums)
+        if finite and goal.witness is not None:
+            goal.witness.settle(sums)
         return StepSums(finite, grad_norm, sums)
 
-    def accumulate(
-        self,
-        batches: Sequence[MicroBatch],
-        loss_sums: LossSums,
-        divisor: float,
-        temperature: float = 1.0,
-        witness: Witness | None = None,
-    ) -> tuple[dict[str, float], float]:
+    def accumulate(self, batches: Sequence[MicroBatch], goal: Goal) -> tuple[dict[str, float], float]:
         """Gradients into the buffers, reduced over all ranks; returns the sums and the global gradient norm."""
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        per_batch = self._run(batches, loss_sums, divisor, forward_only=False, temperature=temperature, witness=witness)
+        per_batch = self._run(batches, goal, forward_only=False)
         self.optimizer.prepare_grads()
         total = torch.zeros(len(self.metrics), dtype=torch.float64)
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -232,7 +220,8 @@ class Policy:
         these `parts`. None on all but the last pipeline stage, where no loss is computed. Collective."""
         self.model.eval()
         with self._holding(parts):
-            found = self._run(batches, lambda logprobs, entropy, batch: [logprobs], 1.0, True, temperature)
+            goal = Goal(lambda logprobs, entropy, batch: [logprobs], temperature=temperature)
+            found = self._run(batches, goal, forward_only=True)
         return [values.float().cpu().numpy() for (values,) in found] or [None] * len(batches)
 
     @contextmanager

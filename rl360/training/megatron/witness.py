@@ -78,8 +78,15 @@ class Witness:
             more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             raise WitnessDisagrees(f"gradients are not where the filter booked them: {'; '.join(wrong[:_NAMED])}{more}")
         seen = [(row.attempt_id, row.leaf) for index, row in enumerate(self.rows) if lit[index]]
-        tokens, digest = int(lit[:_FILLER].sum()), samples_digest(seen)
-        self.report = Witnessed(samples=len(seen), tokens=tokens, digest=digest, cannot_tell=len(short) + unclear)
+        self.report = Witnessed(
+            samples=len(seen),
+            tokens=int(lit[:_FILLER].sum()),
+            digest=samples_digest(seen),
+            cannot_tell=len(short) + unclear,
+            excused=tuple(
+                index for index, row in enumerate(self.rows) if bool(lit[index]) != bool(row.advantage and row.trained)
+            ),
+        )
 
     def _gathered(self) -> tuple[np.ndarray, np.ndarray]:
         """By row, the padding's last: lit positions at the output, and one past the last lit column at each place."""
