@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rl360.errors import BadInput
 from rl360.weights.messages import TensorSpec
@@ -114,7 +114,8 @@ class _Qwen3(_Grouped):
 
 
 class _Qwen3Moe(_Qwen3):
-    num_experts: int = Field(ge=1)
+    # published files say the first; transformers 5 writes the second
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     moe_intermediate_size: int = Field(ge=1)
     decoder_sparse_step: int = Field(1, ge=1)
     mlp_only_layers: list[int] = []
