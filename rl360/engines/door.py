@@ -10,8 +10,8 @@ refuses control calls without an epoch. All is forgotten when the engine restart
 
 `GET /rl360/door` says what it knows; `POST /rl360/admit {"epoch", "version"}`; `POST /rl360/bar {"epoch", "reason"}`;
 `POST /rl360/pull {"epoch", "folder", "version", "base_version"}` fetches and applies files (rl360.engines.pull).
-Control calls and these need the deployment's bearer token where the engine has one (without `strict` a caller on this
-host needs none); generation is for callers on this host, and for others with the token. Probes and facts are open.
+All but probes and facts is for callers with the deployment's bearer token (the gateway sends it), where the engine has
+one; without `strict`, or without a token, for callers on this host.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ OPEN = frozenset(
         "/v1/models",
         "/v1/loads",
         "/get_load",
+        "/loads",
+        "/version",
         "/server_info",
         "/get_server_info",
         "/model_info",
@@ -181,18 +183,18 @@ class Doorkeeper:
         if self.phase is Phase.BARRED:
             raise Refused(503, f"not serving: {self.reason}")
 
-    def check_caller(self, scope: Scope, control: bool) -> None:
+    def check_caller(self, scope: Scope) -> None:
         """`Refused` unless the caller has the token, or is on this host where that is enough."""
+        fix = "start the engine with RL360_TOKEN_FILE to serve other hosts"
         if self.token is not None:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             if hmac.compare_digest(given, b"Bearer " + self.token.encode()):
                 return
-            if control and self.strict:
-                raise Refused(401, "send Authorization: Bearer <token> of this deployment")
-        host = (scope.get("client") or ("",))[0]
-        if not host.startswith("127.") and host not in ("::1", "::ffff:127.0.0.1"):
             fix = "send Authorization: Bearer <token> of this deployment"
-            raise Refused(401, fix if self.token else "start the engine with RL360_TOKEN_FILE to serve other hosts")
+        host = (scope.get("client") or ("",))[0]
+        near = host.startswith("127.") or host in ("::1", "::ffff:127.0.0.1")
+        if not near or (self.strict and self.token is not None):
+            raise Refused(401, fix)
 
 
 class Door:
@@ -219,7 +221,7 @@ class Door:
         """None: SGLang is to answer. Else the door's own answer."""
         path, keeper = scope["path"], self.keeper
         generates = path == "/generate" or path.startswith("/v1/")
-        keeper.check_caller(scope, control=not generates)
+        keeper.check_caller(scope)
         if path.startswith("/rl360/"):
             return await self._own(scope.get("method", ""), path, receive)
         if not generates:

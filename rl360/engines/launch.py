@@ -3,7 +3,8 @@
 Contract: `python -m rl360.engines.launch --model DIR --port P` serves until it is signalled and takes its children with
 it. Without a CUDA device the CPU stand-ins are installed first. A process that SGLang spawns re-runs this module under
 the name `__mp_main__`, so they are installed at top level under both names. The GPU path is the plain SGLang server
-with its own defaults; it has not been run on a GPU here.
+with its own defaults; it has not been run on a GPU here. Around SGLang's app stands a door (`rl360.engines.door`): an
+SGLang that it does not fit is not started.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl360.engines.door import Doorkeeper
 
 # 32 concurrent requests of 512 tokens fill 16,384; twice that leaves room for the prefixes kept between turns.
 MAX_TOTAL_TOKENS = 32_768
@@ -32,6 +37,8 @@ class EngineOptions:
     max_total_tokens: int = MAX_TOTAL_TOKENS
     max_running_requests: int = MAX_RUNNING_REQUESTS
     routed_experts: bool = False
+    strict: bool = False
+    weights_dir: str = ""  # empty: `engines/{port}` in the local home
 
     def argv(self) -> list[str]:
         """The command line of this module that makes this engine."""
@@ -43,7 +50,9 @@ class EngineOptions:
             "--max-running-requests",
             str(self.max_running_requests),
         ]
-        return [*argv, "--routed-experts"] if self.routed_experts else argv
+        argv += ["--routed-experts"] if self.routed_experts else []
+        argv += ["--door", "strict"] if self.strict else []
+        return argv + (["--weights-dir", self.weights_dir] if self.weights_dir else [])
 
 
 def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
@@ -60,6 +69,13 @@ def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
     parser.add_argument("--max-total-tokens", type=int, default=MAX_TOTAL_TOKENS, help="size of the KV pool on a CPU")
     parser.add_argument("--max-running-requests", type=int, default=MAX_RUNNING_REQUESTS)
     parser.add_argument("--routed-experts", action="store_true", help="return the experts each token was routed to")
+    parser.add_argument(
+        "--door",
+        choices=("open", "strict"),
+        default="open",
+        help="strict: no generation until a push admits this engine, no control call without a push's epoch",
+    )
+    parser.add_argument("--weights-dir", default="", help="where pulled weights are kept (default: in $RL360_HOME)")
     parser.add_argument("extra", nargs="*", help="flags for SGLang itself, after `--`")
     args = parser.parse_args(argv)
     if not (Path(args.model) / "config.json").is_file():
@@ -76,6 +92,8 @@ def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
         max_total_tokens=args.max_total_tokens,
         max_running_requests=args.max_running_requests,
         routed_experts=args.routed_experts,
+        strict=args.door == "strict",
+        weights_dir=args.weights_dir,
     )
     return options, list(args.extra)
 
@@ -138,6 +156,18 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def doorkeeper(options: EngineOptions) -> Doorkeeper:
+    """Who stands at this engine's door."""
+    from rl360.config.services import home_dir
+    from rl360.engines.client import deployment_token
+    from rl360.engines.door import Doorkeeper
+    from rl360.engines.pull import Puller
+
+    folder = Path(options.weights_dir) if options.weights_dir else home_dir() / "engines" / str(options.port)
+    puller = Puller(folder.absolute(), Path(options.model_dir))
+    return Doorkeeper(puller, strict=options.strict, token=deployment_token())
+
+
 def serve(argv: list[str], cpu: bool) -> None:
     """Run the engine in this process until a signal ends it."""
     options, extra = parse_options(argv)
@@ -145,7 +175,15 @@ def serve(argv: list[str], cpu: bool) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from rl360.engines.door import install
+    from rl360.errors import Rl360Error
+
+    os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "75")  # a turn sent on a connection just closed is lost
     server_args = prepare_server_args([*sglang_argv(options, cpu), *extra])
+    try:
+        install(server_args, doorkeeper(options))
+    except Rl360Error as error:
+        raise SystemExit(f"rl360 engine: {error}") from None
     try:
         run_server(server_args)
     finally:

@@ -34,7 +34,8 @@ from rl360.weights.messages import TensorSpec
 if TYPE_CHECKING:
     from rl360.store.object_store import ObjectStore
 
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 MANIFEST, MARKER = "manifest.json", "rl360-version.json"
 SHARD_BYTES = 1 << 30  # of content: a shard becomes one safetensors file
 _LEVEL = 1  # zstd: higher ones gain little on weights and cost much
@@ -191,6 +192,11 @@ class VersionFiles(_Stored):
     version: str = Field(min_length=1)
     base_version: str | None = None
     shards: tuple[Shard, ...] = Field(min_length=1)
+    digest: str = Field("", description="sha256 of all the rest as it is written")
+
+    @property
+    def true_digest(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
 
     @property
     def size_bytes(self) -> int:
@@ -208,7 +214,7 @@ def _each(call: Callable[[A], B], items: Iterable[A]) -> list[B]:
 
 
 def sha256_of(data: np.ndarray) -> str:
-    return hashlib.sha256(memoryview(np.ascontiguousarray(data)).cast("B") if data.size else b"").hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(data).data).hexdigest()
 
 
 # -- encoding -------------------------------------------------------------------------------------------------------
@@ -335,6 +341,7 @@ def write_version(
         files.put(shard.name, b"".join(pieces))
         shards.append(shard)
     made = VersionFiles(version=version, base_version=base_version, shards=tuple(shards))
+    made = made.model_copy(update={"digest": made.true_digest})
     if files.put_once(MANIFEST, made.model_dump_json().encode()):
         return made
     return _same_as(files, read_version(files), weights, version, base_version)
@@ -362,11 +369,14 @@ def find_version(files: Files) -> VersionFiles | None:
     except KeyError:
         return None
     try:
-        return VersionFiles.model_validate_json(data)
+        found = VersionFiles.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise CorruptObject(f"{files.where}/{MANIFEST}", f"is no manifest ({where}: {first['msg']})") from None
+    if found.digest != found.true_digest:
+        raise CorruptObject(f"{files.where}/{MANIFEST}", f"is damaged: digest {found.true_digest[:16]} is not its own")
+    return found
 
 
 def read_version(files: Files) -> VersionFiles:
@@ -498,7 +508,7 @@ def _write_safetensors(path: Path, entries: Sequence[Entry], contents: Sequence[
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for content in contents:
-            file.write(memoryview(content).cast("B"))
+            file.write(content.data)
         file.flush()
         os.fsync(file.fileno())
 
