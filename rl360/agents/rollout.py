@@ -1,9 +1,10 @@
 """The rollout function: one attempt from an empty session to a record in the store.
 
 An attempt is: open a session, have the sandbox server run agent and verifier against it (`POST /run`), have the
-session server merge and store what it holds, write the `AttemptRecord` with the reference, close the session. No
-payload comes through here. Both servers are idempotent by attempt id, so an attempt whose client was killed is joined,
-not repeated. Whatever goes wrong becomes an outcome of this attempt alone; nothing here turns a failure into a reward.
+session server merge and store what it holds (together with others that end then), write the `AttemptRecord` with the
+reference, close the session. No payload comes through here. Both servers are idempotent by attempt id, so an attempt
+whose client was killed is joined, not repeated. Whatever goes wrong becomes an outcome of this attempt alone; nothing
+here turns a failure into a reward.
 
 A try that infrastructure lost may be tried again (`rollout.infra_retries`); every try keeps a record of its own, so
 the tokens it sampled stay accounted for.
@@ -23,6 +24,7 @@ import aiohttp
 import orjson
 from pydantic import ValidationError
 
+from rl360.agents.stores import Item, StoreGroups
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
@@ -53,6 +55,24 @@ class AttemptSpec:
 
     def attempt_id(self, try_index: int) -> str:
         return f"{self.slot_id}-t{try_index}"
+
+
+@dataclass(frozen=True)
+class Played:
+    """A try whose agent and verifier are done: `reply` is what the sandbox server said, None when that is lost. What it
+    sampled is still in its session."""
+
+    spec: AttemptSpec
+    try_index: int
+    started_at: float
+    session_id: str
+    reply: RunReply | None
+    outcome: Outcome
+    detail: str
+
+    @property
+    def attempt_id(self) -> str:
+        return self.spec.attempt_id(self.try_index)
 
 
 class _Lost(Exception):
@@ -87,11 +107,13 @@ class RolloutClient:
         headers = services.auth_headers()
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
+        self._stores = StoreGroups(self._ask_stores)
 
     async def __aenter__(self) -> RolloutClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._stores.aclose()
         await self._sessions.close()
         await self._sandboxes.close()
 
@@ -100,18 +122,30 @@ class RolloutClient:
         wrong (a task it cannot run, another token) raises `BadInput`, for no other attempt would fare better, as does a
         verdict that the run's verifier did not sign, for no record may hold it. A store that is away for the session
         server raises `StoreUnavailable`: the session still holds everything."""
+        return await self.finish(await self.play(spec, try_index))
+
+    async def play(self, spec: AttemptSpec, try_index: int) -> Played:
+        """The first part of `attempt`: until agent and verifier are done. It is all that keeps a sandbox and engines
+        busy; `finish` may wait for others."""
         attempt_id = spec.attempt_id(try_index)
         started_at = time.time()
-        session_id, stored, reply = "", None, None
-        outcome, detail, unmerged = Outcome.UNCLASSIFIED, "", None
-        try:
-            session_id, base_url = await self._open_session(spec, attempt_id)
-            reply = await self._run(spec, attempt_id, base_url)
-            outcome, detail = reply.outcome, reply.detail
-        except _Lost as lost:
-            outcome, detail = lost.outcome, lost.detail
-            if session_id:
-                await self._flush(attempt_id)
+        session_id, reply = "", None
+        with self._stores.player():
+            try:
+                session_id, base_url = await self._open_session(spec, attempt_id)
+                reply = await self._run(spec, attempt_id, base_url)
+                outcome, detail = reply.outcome, reply.detail
+            except _Lost as lost:
+                outcome, detail = lost.outcome, lost.detail
+                if session_id:
+                    await self._flush(attempt_id)
+        return Played(spec, try_index, started_at, session_id, reply, outcome, detail)
+
+    async def finish(self, played: Played) -> AttemptRecord:
+        """The second part of `attempt`: what it sampled is stored; its record."""
+        spec, attempt_id, session_id, reply = played.spec, played.attempt_id, played.session_id, played.reply
+        outcome, detail = played.outcome, played.detail
+        stored, unmerged = None, None
         if session_id:
             try:
                 stored = await self._store(attempt_id, session_id)
@@ -131,7 +165,7 @@ class RolloutClient:
             attempt_id=attempt_id,
             group_id=spec.group_id,
             task_id=spec.task_id,
-            try_index=try_index,
+            try_index=played.try_index,
             outcome=outcome,
             verdict=verdict,
             exit_status=reply.exit_status if reply is not None else "",
@@ -139,7 +173,7 @@ class RolloutClient:
             stored=stored,
             domain=spec.domain,
             detail=detail[:500],
-            started_at=started_at,
+            started_at=played.started_at,
             finished_at=time.time(),
             phases_s=reply.phases.model_dump() if reply is not None else {},
             agent_metrics=dict(reply.agent_metrics) if reply is not None else {},
@@ -235,16 +269,31 @@ class RolloutClient:
     async def _store(self, attempt_id: str, session_id: str) -> SampleRef:
         """Have the session server write the attempt's samples to the store; asked again, it answers the same."""
         key = merged_key(self.config.run, self.step, self.wave, attempt_id)
-        url = f"{spread(self.services.session_urls, attempt_id)}/sessions/{session_id}/store"
-        body = {"key": key, "pick": self.config.rollout.pick}
-        answer = await self._ask_sessions(url, body)
+        server = spread(self.services.session_urls, attempt_id)
+        url, body = f"{server}/sessions/{session_id}/store", {"key": key, "pick": self.config.rollout.pick}
         try:
-            ref = SampleRef.from_wire(orjson.loads(answer), url)
+            answer: Any = await self._stores.store(server, {"session_id": session_id, **body})
+            if answer is None:
+                answer = orjson.loads(await self._ask_sessions(url, body))
+            ref = SampleRef.from_wire(answer, url)
         except (orjson.JSONDecodeError, CorruptObject) as error:
             raise _Lost(Outcome.SESSION_LOST, _shown(f"{url}: reply is not a reference ({error})"[:500], url)) from None
         if ref.key != key:
             raise _Lost(Outcome.SESSION_LOST, _shown(f"{url}: stored under {ref.key}, was asked for {key}", url))
         return ref
+
+    async def _ask_stores(self, server: str, sessions: list[Item]) -> list[Item | None]:
+        """A reference for each that was stored. Whatever goes wrong is found out, and told, by asking for one alone."""
+        nothing: list[Item | None] = [None] * len(sessions)
+        try:
+            limit_s = self.config.deadlines.collect_s
+            status, answer = await _answer(
+                self._sessions, "POST", f"{server}/sessions/store", {"sessions": sessions}, limit_s
+            )
+            stored = orjson.loads(answer)["stored"] if status == 200 else nothing
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError):
+            return nothing
+        return stored if isinstance(stored, list) and len(stored) == len(sessions) else nothing
 
     async def _sampled_tokens(self, attempt_id: str, session_id: str) -> int | None:
         """What a session that could not be stored says it sampled; None when it cannot be asked."""
@@ -361,22 +410,28 @@ async def roll_out_slot(
 
     `earlier` holds the tries an earlier, killed run of the wave already stored, in order; `keep` returns when a record
     is stored, and only then is its session closed. `mend` is told of a lost try before the next. An attempt holds its
-    place in `room` until its last try has ended, so that while there is no engine few others are lost to that.
+    place in `room` while it plays, and between tries that were lost while playing, so that while there is no engine
+    few others are lost to that; having samples stored holds no place.
     """
-    tries, record = list(earlier), None
+    tries = list(earlier)
 
-    async def settle(ended: AttemptRecord) -> None:
-        await keep(ended)
-        if ended.session_id:
-            await client.close_session(ended.attempt_id, ended.session_id)
+    def again(outcome: Outcome) -> bool:
+        return outcome in RETRYABLE and len(tries) <= client.config.rollout.infra_retries
 
-    async with room:
-        while not tries or (tries[-1].outcome in RETRYABLE and len(tries) <= client.config.rollout.infra_retries):
-            if record is not None:
-                await settle(record)
+    async def settle(played: Played) -> None:
+        record = await client.finish(played)
+        tries.append(record)
+        await keep(record)
+        if record.session_id:
+            await client.close_session(record.attempt_id, record.session_id)
+
+    while not tries or again(tries[-1].outcome):
+        async with room:
             if tries:
                 await mend(tries[-1])
-            record = await client.attempt(spec, len(tries))
-            tries.append(record)
-    if record is not None:
-        await settle(record)
+            played = await client.play(spec, len(tries))
+            while played.outcome in RETRYABLE and len(tries) < client.config.rollout.infra_retries:
+                await settle(played)
+                await mend(tries[-1])
+                played = await client.play(spec, len(tries))
+        await settle(played)

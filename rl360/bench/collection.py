@@ -27,6 +27,7 @@ from rl360.agents.rollout import RolloutClient
 from rl360.bench.collector import bucket
 from rl360.bench.coordinator import Spent, end_step, specs_of
 from rl360.bench.local_rows import record_of
+from rl360.bench.peers import verdict_of
 from rl360.bench.processes import Running, free_port, running
 from rl360.bench.rows import Options, Row, at_most
 from rl360.bench.shape import FULL
@@ -41,7 +42,7 @@ from rl360.store.object_store import ObjectStore
 GOAL_S, GOAL_COUNT = 10.0, 8192
 FIXED_S = 0.5  # clients, first connections: what a few trajectories cannot share
 WORKERS = 2
-IN_FLIGHT = 4
+IN_FLIGHT = 32  # ended and not stored yet: the store is what all wait for
 READ_BACK_EVERY = 16
 OBJECT_BYTES = 30 << 20
 SPARE_BYTES = 8 << 30
@@ -132,16 +133,19 @@ async def _collect(services: Services, store: ObjectStore, run: str, count: int,
         opened = await Spent().each("", (client._open_session(spec, spec.attempt_id(0)) for spec in specs), IN_FLIGHT)
         ids = [(spec.attempt_id(0), session_id) for spec, (session_id, _) in zip(specs, opened, strict=True)]
         gate = asyncio.Semaphore(IN_FLIGHT)
+        # the sandbox server's work, as the agents' is
+        verdicts = [verdict_of(run, "bench", name, float(i % 2)) for i, (name, _) in enumerate(ids)]
 
         async def store_and_keep(index: int) -> None:
             name, session_id = ids[index]
             with log.writer():
                 async with gate:
                     ref = await client._store(name, session_id)
-                await log.keep(record_of(ref, name, float(index % 2), run))
+                await log.keep(record_of(ref, verdicts[index]))
 
         started = time.monotonic()
-        await moved.spent.each("storing", (store_and_keep(i) for i in range(count)), count)
+        with client._stores.player():  # as in a wave: others play on while these end
+            await moved.spent.each("storing", (store_and_keep(i) for i in range(count)), count)
         moved.wall_s += time.monotonic() - started
         parts["storing"] -= log.write_s
         parts["record writes"] += log.write_s

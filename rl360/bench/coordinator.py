@@ -34,7 +34,7 @@ from rl360.agents.records import RecordLog, put_table, read_table, refuse_unplan
 from rl360.agents.rollout import AttemptSpec, RolloutClient
 from rl360.bench import baseline
 from rl360.bench.local_rows import merged, ordinary_sample, record_of, same
-from rl360.bench.peers import TOKEN
+from rl360.bench.peers import TOKEN, verdict_of
 from rl360.bench.processes import LOOPBACK, instant_peers
 from rl360.bench.rows import Options, Row, ratio_at_most
 from rl360.bench.shape import Shape
@@ -169,8 +169,8 @@ async def _attempts(
         runs = ((*each, url) for each, (_, url) in zip(named, sessions, strict=True))
         await spent.each("running", (client._run(*each) for each in runs), IN_FLIGHT)
         refs = await spent.each("storing", (client._store(*each) for each in ids), IN_FLIGHT)
-        stored = list(enumerate(zip(refs, names, strict=True)))
-        records = spent.timed("record", lambda: [record_of(ref, name, float(i % 2)) for i, (ref, name) in stored])
+        verdicts = [verdict_of(RUN, "bench", name, float(i % 2)) for i, name in enumerate(names)]
+        records = spent.timed("record", lambda: [record_of(*each) for each in zip(refs, verdicts, strict=True)])
         for start in range(0, len(records), TOGETHER):
             together = records[start : start + TOGETHER]
             await spent.each("record writes", (log.keep(record) for record in together), TOGETHER)

@@ -29,6 +29,7 @@ from rl360.bench.shape import Shape
 from rl360.bench.trajectory import VERSION, Played, draw, model_dir, new_session, play
 from rl360.config.run import ObjectiveConfig
 from rl360.errors import Rl360Error
+from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
 from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import filter_groups
@@ -137,18 +138,19 @@ def _record(samples: tuple[MergedSample, ...], size: int) -> AttemptRecord:
     leaves = tuple(LeafCounts.of(sample) for sample in samples)
     key = merged_key(RUN, 0, 0, samples[0].attempt_id)
     ref = SampleRef(key=key, sha256="0" * 64, size_bytes=size, leaves=leaves)
-    return record_of(SampleRef.from_wire(ref.to_wire(), key), samples[0].attempt_id, 1.0)
+    verdict = verdict_of(RUN, "bench", samples[0].attempt_id, 1.0)
+    return record_of(SampleRef.from_wire(ref.to_wire(), key), verdict)
 
 
-def record_of(ref: SampleRef | None, attempt_id: str, reward: float, run: str = RUN) -> AttemptRecord:
+def record_of(ref: SampleRef | None, verdict: Verdict) -> AttemptRecord:
     """The record of an attempt that ran well and was verified."""
-    verdict = verdict_of(run, "bench", attempt_id, reward)
+    attempt_id = verdict.attempt_id
     return AttemptRecord(
         attempt_id=attempt_id,
         group_id=attempt_id.rsplit("-a", 1)[0],
         task_id="bench",
         try_index=0,
-        outcome=Outcome.PASSED if reward else Outcome.FAILED,
+        outcome=Outcome.PASSED if verdict.reward else Outcome.FAILED,
         verdict=verdict,
         exit_status="submitted",
         session_id="A" * 32,

@@ -54,6 +54,8 @@ class Peers:
     def _post(self, path: str, asked: dict) -> dict:
         if path == "/sessions":
             return {"session_id": f"{asked['attempt_id']:A>32}", "base_url": f"{self._url}/sessions/a/v1"}
+        if path == "/sessions/store":
+            return {"stored": [{**self._reference, "key": each["key"]} for each in asked["sessions"]]}
         if path.endswith("/store"):
             return {**self._reference, "key": asked["key"]}
         reward = float(asked["attempt_id"].endswith(("0-t0", "2-t0", "4-t0", "6-t0", "8-t0")))

@@ -119,6 +119,16 @@ class StoreBody(_Body):
     pick: Pick = Field(Pick.LAST, description="branches that become samples")
 
 
+class StoreOne(StoreBody):
+    session_id: str = Field(max_length=200)
+
+
+class StoreManyBody(_Body):
+    """Sessions that ended within a moment of each other."""
+
+    sessions: list[StoreOne] = Field(min_length=1, max_length=64)
+
+
 class LeafColumns(_Body):
     """One list a count, one entry a sample (class `LeafCounts`)."""
 
@@ -138,6 +148,10 @@ class StoreReply(_Body):
     sha256: str
     size_bytes: int
     leaves: LeafColumns
+
+
+class StoreManyReply(_Body):
+    stored: list[StoreReply | None] = Field(description="one entry a session, in order")
 
 
 class Health(_Body):

@@ -137,6 +137,15 @@ ENDPOINTS = (
         ),
     ),
     Endpoint(
+        "store_many",
+        "POST",
+        "/sessions/store",
+        "The same for up to 64 sessions, side by side. Null for what is not stored: asked for alone, it says why.",
+        body=bodies.StoreManyBody,
+        reply=bodies.StoreManyReply,
+        refusals=(Refusal.UNAUTHORIZED, *_BODY),
+    ),
+    Endpoint(
         "delete",
         "DELETE",
         "/sessions/{session_id}",

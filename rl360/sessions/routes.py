@@ -36,7 +36,7 @@ from starlette.types import Receive, Scope, Send
 from rl360.config.run import explain
 from rl360.errors import BadInput, StoreUnavailable
 from rl360.sessions import anthropic, wire
-from rl360.sessions.bodies import CreateBody, StoreBody
+from rl360.sessions.bodies import CreateBody, StoreBody, StoreManyBody, StoreOne
 from rl360.sessions.core import Session
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.merge import Pick, SessionSnapshot, merge, snapshot
@@ -334,12 +334,28 @@ class Service:
         return Reply(data, media=_JSON if as_json else b"application/msgpack")
 
     async def store(self, call: Call) -> Reply:
-        with self.registry.using(call.session_id) as held:
-            body = _validated(StoreBody, await self.read_body(call))
+        body = _validated(StoreBody, await self.read_body(call))
+        return Reply(orjson.dumps((await self._stored(call.session_id, body)).to_wire()))
+
+    async def store_many(self, call: Call) -> Reply:
+        """Side by side. What cannot be stored is null: asked for alone, it says why."""
+
+        async def one(asked: StoreOne) -> dict[str, Any] | None:
+            try:
+                return (await self._stored(asked.session_id, asked)).to_wire()
+            except (SessionRefusal, BadInput, StoreUnavailable) as error:
+                log.info("of %d sessions to store, one is not: %s", len(body.sessions), error)
+                return None
+
+        body = _validated(StoreManyBody, await self.read_body(call))
+        return Reply(orjson.dumps({"stored": await asyncio.gather(*map(one, body.sessions))}))
+
+    async def _stored(self, session_id: str, asked: StoreBody) -> SampleRef:
+        with self.registry.using(session_id) as held:
             if self.store_in is None:
                 raise SessionRefusal(Refusal.NO_STORE, "this server was started without --store")
-            _check_key(body.key, held.session)
-            as_asked = (body.key, body.pick)
+            _check_key(asked.key, held.session)
+            as_asked = (asked.key, asked.pick)
             if held.store_as not in (None, as_asked):
                 raise SessionRefusal(
                     Refusal.CONFLICT, f"session is stored as {held.store_as[0]}, pick {held.store_as[1]}"
@@ -356,7 +372,7 @@ class Service:
                     raise
                 self.stored += held.stored is None  # of two calls at once both write, the same
                 held.stored = ref
-            return Reply(orjson.dumps(held.stored.to_wire()))
+            return held.stored
 
     async def delete(self, call: Call) -> Reply:
         self.registry.delete(call.session_id)
@@ -369,7 +385,8 @@ class Service:
     def start_drain(self) -> None:
         """No new sessions from now on; `drained` turns true when the others are done, or after `drain_s`."""
         if not self.registry.draining:
-            log.info("draining for at most %g s, %d sessions unfinished", self.drain_s, self.registry.unfinished)
+            told = "draining for at most %g s, %d sessions unfinished; a second SIGTERM ends it now"
+            log.info(told, self.drain_s, self.registry.unfinished)
             self.registry.draining = True
             self.drain_until_s = time.monotonic() + self.drain_s
 
@@ -478,7 +495,9 @@ def create_app(service: Service) -> Starlette:
     async def no_route(request: HttpRequest, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         code = Refusal.METHOD if status == 405 else Refusal.NOT_FOUND
-        return answer(str(code), f"{request.method} {request.url.path[:80]}: no such endpoint; see /docs", status)
+        path = request.url.path
+        more = "an Anthropic client's base_url ends before /v1" if "/v1/v1/" in path else "see /docs"
+        return answer(str(code), f"{request.method} {path[:80]}: no such endpoint; {more}", status)
 
     routes = [Route(e.path, _Route(e, service), methods=[e.method], name=e.name) for e in ENDPOINTS]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: no_route})

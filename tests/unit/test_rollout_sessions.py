@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 import pytest
@@ -31,6 +32,7 @@ from tests.unit.sessions_data import VERSION, template
 from tests.unit.sessions_server import TOKEN, Bench, session_bench
 from tests.unit.verdict_data import verdict
 
+_Result = TypeVar("_Result")
 GROUP = "s000000-g000"
 FIRST = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": "Create hello.txt"}]
 OTHER = [FIRST[0], {"role": "user", "content": "Create bye.txt"}]
@@ -77,7 +79,9 @@ def agent(requests: list[dict[str, Any]]) -> Iterator[str]:
         http.server_close()
 
 
-def attempts(home: Path, bench: Bench, sandbox: str, count: int, **fields: object) -> list[AttemptRecord]:
+def with_client(
+    home: Path, bench: Bench, sandbox: str, work: Callable[[RolloutClient], Awaitable[_Result]], **fields: object
+) -> _Result:
     (home / "secrets.json").write_text(json.dumps({"token": TOKEN, "s3_access_key": "a", "s3_secret_key": "b"}))
     (home / "secrets.json").chmod(0o600)
     nowhere = dict.fromkeys(
@@ -89,12 +93,19 @@ def attempts(home: Path, bench: Bench, sandbox: str, count: int, **fields: objec
     )  # fmt: skip
     config = RunConfig.parse({"rollout": fields})
 
-    async def go() -> list[AttemptRecord]:
+    async def go() -> _Result:
         async with RolloutClient(services, config, 0, 0, VERSION) as client:
-            specs = [AttemptSpec(f"{GROUP}-a{i:02}", GROUP, "hello", "/tasks/hello", "d") for i in range(count)]
-            return [await client.attempt(spec, 0) for spec in specs]
+            return await work(client)
 
     return asyncio.run(go())
+
+
+def attempts(home: Path, bench: Bench, sandbox: str, count: int, **fields: object) -> list[AttemptRecord]:
+    async def one_by_one(client: RolloutClient) -> list[AttemptRecord]:
+        specs = [AttemptSpec(f"{GROUP}-a{i:02}", GROUP, "hello", "/tasks/hello", "d") for i in range(count)]
+        return [await client.attempt(spec, 0) for spec in specs]
+
+    return with_client(home, bench, sandbox, one_by_one, **fields)
 
 
 def test_two_branches_of_a_session_are_two_samples_that_train_once(tmp_path: Path) -> None:
@@ -129,6 +140,34 @@ def test_parameters_an_agent_names(tmp_path: Path, policy: str, buckets: Bucket)
     result = filter_groups(records, ObjectiveConfig(), expected_version=VERSION, max_seq_len=384)
     assert [decision.bucket for decision in result.decisions] == [buckets] * 2
     assert len(result.kept) == (2 if policy == "pin" else 0)
+
+
+def test_attempts_that_end_together_are_stored_by_one_request(tmp_path: Path) -> None:
+    """Among them one that cannot be merged: it alone is asked for again, and its record says why."""
+    store = MemoryStore()
+
+    async def go(client: RolloutClient) -> tuple[list[AttemptRecord], list[str]]:
+        specs = [AttemptSpec(f"{GROUP}-a{i:02}", GROUP, "hello", "/tasks/hello", "d") for i in range(4)]
+        played = [await client.play(spec, 0) for spec in specs[:3]]
+        empty = await client._open_session(specs[3], specs[3].attempt_id(0))
+        lost = replace(played[0], spec=specs[3], session_id=empty[0], reply=None, outcome=Outcome.SANDBOX_LOST)
+        asked: list[str] = []
+        answer = rollout._answer
+
+        async def seen(http: Any, method: str, url: str, *args: Any) -> Any:
+            asked.append(url.partition("/sessions/")[2])
+            return await answer(http, method, url, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rollout, "_answer", seen)
+            return await asyncio.gather(*map(client.finish, [*played, lost])), asked
+
+    with session_bench(store=store) as bench, agent([{"messages": FIRST}]) as sandbox:
+        records, asked = with_client(tmp_path, bench, sandbox, go)
+    assert asked == ["store", f"{records[3].session_id}/store"]
+    assert [record.stored is not None for record in records] == [True, True, True, False]
+    assert sorted(record.stored.key for record in records[:3] if record.stored) == sorted(store.objects)
+    assert "no recorded turn" in records[3].detail
 
 
 def test_an_attempt_that_sampled_nothing_has_its_verdict_and_no_samples(tmp_path: Path) -> None:

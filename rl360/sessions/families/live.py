@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import orjson
 
-from rl360.errors import ServiceError
+from rl360.errors import BadInput, ServiceError
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.families.check import TOOLS
 from rl360.sessions.messages import Message
@@ -55,6 +55,8 @@ class _Engine:
         headers = {"content-type": "application/json"}
         try:
             reply = self._http.request(method, self._url + path, content=content, headers=headers)
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL):
+            raise BadInput(f"engine {self._url!r} is not an address; use http://HOST:PORT") from None
         except httpx.HTTPError as error:
             raise ServiceError(f"engine {self._url}{path}: no answer ({type(error).__name__})") from None
         try:

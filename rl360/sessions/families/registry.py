@@ -31,8 +31,10 @@ def load_template(model_dir: str | Path, family: str | None = None) -> ChatTempl
     config = _json(folder / "config.json")
     tokenizer_json, tokens, size = _tokenizer(folder / "tokenizer.json")
     vocab_size = config.get("vocab_size")
-    if not isinstance(vocab_size, int) or size > vocab_size:
-        raise BadInput(f"{folder}: vocab_size {vocab_size!r} is below the tokenizer's {size}")
+    if not isinstance(vocab_size, int):
+        raise BadInput(f"{folder}/config.json names no vocab_size: is it a language model's?")
+    if size > vocab_size:
+        raise BadInput(f"{folder}: vocab_size {vocab_size} is below the tokenizer's {size}")
     if family is not None:
         return ChatTemplate(_named(family), tokenizer_json, vocab_size)
     return ChatTemplate(_recognise(folder, config, tokens), tokenizer_json, vocab_size)
@@ -100,8 +102,12 @@ def _has_config(folder: Path) -> bool:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = orjson.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} is needed and cannot be read: {error}") from None
+    except OSError as error:
+        raise BadInput(
+            f"{path}: {error.strerror}; name a Hugging Face model directory, or make one with `rl360 model warm-start`"
+        ) from None
+    except ValueError as error:
+        raise BadInput(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadInput(f"{path} is not a JSON object")
     return value
