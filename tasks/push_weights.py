@@ -2,24 +2,33 @@
 
 `ready_engines` is the first act of a step: nothing is sampled before every engine that gets traffic holds the step's
 weight version, read back by name and checksum. `push_weights` brings the trained weights to the engines. A push that
-cannot prove what became of its receivers raises `CleanupUnconfirmed`, which nothing retries.
+cannot prove what became of its receivers raises `CleanupUnconfirmed`, which nothing retries, and leaves an artifact
+that says what to check. A push that takes another path than the one before, or other calls, is an event and a warning.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import httpx
 from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.events import emit_event
 
 from rl360.config.run import RunConfig
-from rl360.errors import Rl360Error
+from rl360.errors import CleanupUnconfirmed, Rl360Error
 from rl360.step_work import Produced
 from rl360.store.layout import step_key
 from rl360.store.manifest import Manifest, put_object, read_manifest
 from rl360.store.progress import weight_version
-from rl360.weights.messages import parse_version, version_name
+from rl360.weights import fence
+from rl360.weights.messages import PushRecord, parse_version, version_name
 from rl360.weights.push import ensure_weights, push
 from tasks.durable import RULES, Job, once, open_job, trainer_client
+
+PATH_CHANGED = "rl360.push.path-changed"  # the event's name, for automations
 
 
 @task(name="ready_engines", **RULES)
@@ -38,7 +47,7 @@ def ready_engines(config: RunConfig, step: int) -> str:
 
 async def bring_engines_to(job: Job, version: str) -> None:
     """Every engine that answers holds `version`, read back, and gets traffic; sends nothing when that is so already."""
-    async with trainer_client(job) as trainer:
+    async with trainer_client(job) as trainer, _accounted(job):
         state = await trainer.open_run(job.run, job.config.deadlines.train_s)
         expected = parse_version(version)[1]
         if state["version"] != expected:
@@ -50,7 +59,43 @@ async def bring_engines_to(job: Job, version: str) -> None:
     if record is None:
         job.log.info("every engine holds %s", version)
     else:
-        job.log.info("pushed %s to %d engines by %s", version, len(record.serving), record.path)
+        _tell(job, record)
+
+
+@asynccontextmanager
+async def _accounted(job: Job) -> AsyncIterator[None]:
+    """A person has to find out what became of receivers: leave what they need, then fail."""
+    try:
+        yield
+    except CleanupUnconfirmed:
+        await asyncio.to_thread(_leave_report, job)
+        raise
+
+
+def _leave_report(job: Job) -> None:
+    intents = fence.open_intents(job.store)
+    notes = [note for intent in intents for note in fence.read_unconfirmed(job.store, intent.epoch)]
+    text = fence.unconfirmed_report([note for note in notes if not fence.is_gone_confirmed(job.store, note.identity)])
+    job.log.error("%s", text)
+    try:
+        create_markdown_artifact(
+            key=f"{job.run}-unconfirmed", markdown=text, description="Engines that are not proven gone, and what to do"
+        )
+    except httpx.HTTPError as error:
+        job.log.warning("Prefect did not take the artifact that says so: %r", error)
+
+
+def _tell(job: Job, record: PushRecord) -> None:
+    job.log.info("pushed %s to %d engines by %s", record.version, len(record.serving), record.way)
+    for engine in record.fenced:
+        job.log.warning("lost engine %s: %s", engine.identity.url, engine.reason)
+    if record.changed:
+        job.log.warning("weights take another way than in the push before: %s", record.changed)
+        emit_event(
+            event=PATH_CHANGED,
+            resource={"prefect.resource.id": f"rl360.run.{record.run}", "prefect.resource.name": record.run},
+            payload={"changed": record.changed, "version": record.version, "epoch": record.epoch},
+        )
 
 
 @task(name="push_weights", **RULES)
@@ -61,11 +106,14 @@ def push_weights(config: RunConfig, step: int) -> Manifest:
 
 async def _push(job: Job) -> Produced:
     version = version_name(job.run, job.manifest("train").info["version_after"])
-    async with trainer_client(job) as trainer:
+    async with trainer_client(job) as trainer, _accounted(job):
         # a trainer that restarted since the step was trained restores and replays it first
         await trainer.open_run(job.run, job.config.deadlines.train_s)
         record = await push(job.store, job.services, job.run, job.step, version, trainer, job.config.push)
+    _tell(job, record)
     key = step_key(job.run, job.step, "push.json")
     ref = put_object(job.store, key, record.model_dump_json().encode())
-    info = record.model_dump(mode="json", include={"path", "calls_per_engine", "bytes", "paused_s", "rounds", "epoch"})
+    told = {"path", "calls_per_engine", "control_calls", "bytes", "paused_s", "phases_s", "rounds", "epoch", "changed"}
+    info = record.model_dump(mode="json", include=told | {"plan_reused"})
+    info["fenced"] = [engine.identity.url for engine in record.fenced]
     return Produced(objects=[ref], counts={"engines": len(record.serving)}, info=info)

@@ -9,6 +9,7 @@ With an `epoch` every call carries it; the engine's door (`rl360.engines.door`) 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import ssl
@@ -24,6 +25,7 @@ from rl360.errors import BadInput, ServiceError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 EPOCH_HEADER = "X-RL360-Epoch"
+TRICKLE_S = 0.5  # past the deadline of each read: an answer that comes byte by byte never misses that one
 
 
 @functools.cache
@@ -124,12 +126,13 @@ class EngineClient:
         timeout = httpx.Timeout(deadline, connect=min(deadline, 5.0))
         try:
             content = None if body is None else orjson.dumps(body)
-            reply = await self._http.request(
-                method, self.url + path, content=content, headers=self._headers, timeout=timeout
-            )
+            async with asyncio.timeout(deadline + TRICKLE_S):
+                reply = await self._http.request(
+                    method, self.url + path, content=content, headers=self._headers, timeout=timeout
+                )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineSilent(f"engine {self.url}{path}: no connection ({type(error).__name__})", False) from None
-        except httpx.TimeoutException:
+        except (httpx.TimeoutException, TimeoutError):
             raise EngineSilent(f"engine {self.url}{path}: no answer within {deadline:g} s", True) from None
         except httpx.HTTPError as error:
             raise EngineSilent(f"engine {self.url}{path}: connection lost ({type(error).__name__})", False) from None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import httpx
 import orjson
 
+from rl360.engines.client import TRICKLE_S
 from rl360.errors import ServiceError
 
 _POLL_S = 0.05
@@ -40,14 +41,15 @@ class GatewayClient:
     async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
             content = None if body is None else orjson.dumps(body)
-            return await self._http.request(
-                method,
-                self.url + path,
-                content=content,
-                headers={"content-type": "application/json"},
-                timeout=self.deadline_s,
-            )
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(self.deadline_s + TRICKLE_S):
+                return await self._http.request(
+                    method,
+                    self.url + path,
+                    content=content,
+                    headers={"content-type": "application/json"},
+                    timeout=self.deadline_s,
+                )
+        except (httpx.HTTPError, TimeoutError) as error:
             raise ServiceError(
                 f"gateway {self.url}{path}: no answer within {self.deadline_s:g} s ({type(error).__name__}); "
                 "is it up? try `rl360 status`"

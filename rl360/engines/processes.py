@@ -42,6 +42,13 @@ class ProcessTree(BaseModel):
     members: tuple[ProcessId, ...]
     group: int | None
 
+    @property
+    def started_at(self) -> float | None:
+        """When its root began (seconds since 1970); None for another boot than this host's."""
+        if self.boot_id != boot_id():
+            return None
+        return psutil.boot_time() + self.root.start_ticks / os.sysconf("SC_CLK_TCK")
+
 
 class EndProof(BaseModel):
     """Whether the processes are gone, and what was looked at to say so."""

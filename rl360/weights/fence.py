@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rl360.engines.fleet import EngineIdentity
 from rl360.engines.processes import ProcessId, alive, boot_id, host_id, identify
 from rl360.errors import BadInput, CorruptObject, ServiceError
-from rl360.weights.messages import PushRecord, parse_version
+from rl360.weights.messages import PushRecord, PushStatus, parse_version
 
 _PUSH = "_fleet/push/"
 _GONE = "_fleet/gone/"
@@ -88,8 +88,11 @@ class Unconfirmed(BaseModel):
 
     identity: EngineIdentity
     epoch: int
+    version: str
+    group_name: str
     evidence: str
     command: str
+    answered_at: float = Field(description="its last answer that a push got, by that push's clock")
     seen_at: float
 
 
@@ -176,6 +179,15 @@ def last_record(store: Store) -> PushRecord | None:
     return read_end(store, max(ends)) if ends else None
 
 
+def last_confirmed(store: Store, run: str) -> PushRecord | None:
+    """The run's newest push that confirmed, among the last few."""
+    for epoch in sorted(_epochs(store)[1], reverse=True)[:20]:
+        record = read_end(store, epoch)
+        if record is not None and record.run == run and record.status is PushStatus.CONFIRMED:
+            return record
+    return None
+
+
 def put_mine(store: Store, key: str, data: bytes) -> bool:
     """Conditional put whose answer survives a lost reply: True when the object there is the one we wanted to write."""
     return store.put_once(key, data) or store.get(key) == data
@@ -201,13 +213,20 @@ def is_gone_confirmed(store: Store, engine: EngineIdentity) -> bool:
     return store.exists(gone_key(engine.url, engine.incarnation))
 
 
-def note_unconfirmed(store: Store, intent: Intent, engine: EngineIdentity, evidence: str) -> Unconfirmed:
-    """Write what was seen of an engine whose end isn't proven; overwritten by a later look."""
+def note_unconfirmed(
+    store: Store, intent: Intent, engine: EngineIdentity, evidence: str, answered_at: float | None = None
+) -> Unconfirmed:
+    """Write what was seen of an engine whose end isn't proven; overwritten by a later look. It answered when its
+    push wrote the intent, if nothing later is known."""
+    known = [note.answered_at for note in read_unconfirmed(store, intent.epoch) if note.identity == engine]
     note = Unconfirmed(
         identity=engine,
         epoch=intent.epoch,
+        version=intent.version,
+        group_name=intent.group_name,
         evidence=evidence,
         command=f"rl360 fleet confirm-gone {engine.url} --reason '...'",
+        answered_at=answered_at or max([intent.written_at, *known]),
         seen_at=time.time(),
     )
     key = f"{_PUSH}{intent.epoch:08}/unconfirmed/{slug(engine.url)}.json"
@@ -218,6 +237,38 @@ def note_unconfirmed(store: Store, intent: Intent, engine: EngineIdentity, evide
 def read_unconfirmed(store: Store, epoch: int) -> list[Unconfirmed]:
     """What was seen of the engines of this push that are not proven gone."""
     return [_read(store, key, Unconfirmed) for key in store.list(f"{_PUSH}{epoch:08}/unconfirmed/")]
+
+
+def unconfirmed_report(notes: list[Unconfirmed]) -> str:
+    """What a person needs to find out whether these engines are gone, and to say so: Markdown."""
+    told = "They may still be written to, so nothing is retried until somebody knows that they are gone."
+    parts = [
+        f"## Engines that are not proven gone\n\nA push cannot account for these. {told} Nothing committed is lost."
+    ]
+    for note in notes:
+        tree = note.identity.process
+        where = "its processes were not visible to the push: ask whatever runs it (pod, job, host)"
+        if tree is not None:
+            began = _clock(tree.started_at) if tree.started_at else f"{tree.root.start_ticks} ticks after boot"
+            pids = ",".join(str(member.pid) for member in tree.members)
+            where = (
+                f"pid {tree.root.pid} on {tree.host}, boot {tree.boot_id[:8]}, started {began}, process group "
+                f"{tree.group or 'shared'}: `ps -o pid,lstart,cmd -p {pids}` there"
+            )
+        parts.append(
+            f"### {note.identity.url}\n"
+            f"- incarnation `{note.identity.incarnation}`, receiver of push epoch {note.epoch} ({note.version}) in the "
+            f"group `{note.group_name}`\n"
+            f"- last answer {_clock(note.answered_at)}; looked for {_clock(note.seen_at)}\n"
+            f"- seen: {note.evidence}\n"
+            f"- check: {where}; end it if it lives\n"
+            f"- once it is gone: `{note.command}`"
+        )
+    return "\n\n".join([*parts, "Then resume the run: it goes on at the push and repeats nothing before it."])
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def confirm_gone(store: Store, url: str, reason: str, by: str) -> list[GoneConfirmation]:

@@ -216,8 +216,8 @@ class PushPlan(_Message):
     @property
     def control_calls(self) -> int:
         """Calls to an engine that carry none, in a push on groups that exist: pause, loading mark, checksums, version,
-        version read back, flush, resume; begin and end around tensors that are sent (files need neither)."""
-        return 7 if self.folder is not None else 9
+        version read back, flush, admission, resume, twice who it is; begin and end around tensors that are sent."""
+        return 10 if self.folder is not None else 12
 
     @property
     def deadline_s(self) -> float:
@@ -307,11 +307,31 @@ class PushRecord(_Message):
     group_reused: bool = False
     phases_s: dict[str, float] = Field(default_factory=dict)
     checksum: str = Field("", description="digest over the confirmed per-tensor checksums")
+    plan_reused: bool = Field(False, description="same engines, path and calls as the run's push before")
+    changed: str = Field("", description="how path or calls per engine differ from the run's push before; else empty")
     reason: str = ""
 
     @property
     def serving(self) -> tuple[EngineOutcome, ...]:
         return tuple(engine for engine in self.engines if engine.state is EngineState.SERVING)
+
+    @property
+    def fenced(self) -> tuple[EngineOutcome, ...]:
+        """Engines that this push lost."""
+        return tuple(e for e in self.engines if e.state in (EngineState.FENCED, EngineState.GONE))
+
+    @property
+    def way(self) -> str:
+        """Path and calls, as people compare them."""
+        return f"{self.path}, {self.calls_per_engine} calls per engine"
+
+    def compared(self, last: PushRecord | None) -> PushRecord:
+        """This record, saying what became of the plan since `last`."""
+        if last is None:
+            return self
+        changed = "" if self.way == last.way else f"{last.way} -> {self.way}"
+        same = [e.identity.incarnation for e in self.serving] == [e.identity.incarnation for e in last.serving]
+        return self.model_copy(update={"changed": changed, "plan_reused": same and not changed and self.rounds == 1})
 
 
 def version_name(run: str, applied_steps: int) -> str:

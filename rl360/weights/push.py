@@ -74,8 +74,10 @@ async def ensure_weights(
     """Push `version` unless every engine already holds it and gets traffic; None when there was nothing to do."""
     async with open_http() as http:
         job = _Push(store, services, run, None, version, trainer, config, http)
-        record = await asyncio.to_thread(fence.last_record, store)
-        if record is not None and record.version == version and await job.still_holds(record):
+        record = await job.io(fence.last_record)
+        # engines of an unfinished push may be paused under the old name: whatever they say, it is settled first
+        settled = record is not None and record.version == version and not await job.io(fence.open_intents)
+        if record is not None and settled and await job.still_holds(record):
             return None
         return await job.run_once()
 
@@ -128,7 +130,7 @@ class _Push:
     absent: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gateway = GatewayClient(self.services.gateway_url, self.http)
+        self.gateway = GatewayClient(self.services.gateway_url, self.http, min(self.config.call_deadline_s, 10.0))
         self.probe_deadline_s = min(self.config.call_deadline_s, 30.0)
         self.log = FleetLog(self.store)
         self.members: dict[str, str] = {}
@@ -141,13 +143,14 @@ class _Push:
         finally:
             self.phases_s[name] = round(self.phases_s.get(name, 0.0) + time.monotonic() - began, 6)
 
-    def client(self, url: str) -> EngineClient:
-        return EngineClient(url, self.http, self.config.call_deadline_s)
+    def client(self, url: str, epoch: int | None = None) -> EngineClient:
+        return EngineClient(url, self.http, self.config.call_deadline_s, epoch)
 
     async def probe_members(self, deadline_s: float) -> list[Probe]:
         """Ask every engine that is the fleet's now: the configured and the added ones, without the removed."""
         self.members = fleet_members.members(await asyncio.to_thread(self.log.refresh), self.services.engine_urls)
-        return await probe_fleet([self.client(url) for url in self.members.values()], deadline_s)
+        # an engine that is named twice is one engine
+        return await probe_fleet([self.client(url) for url in dict.fromkeys(self.members.values())], deadline_s)
 
     async def io(self, call: Callable[..., Any], *args: Any) -> Any:
         """The store blocks; keep it off the event loop."""
@@ -212,10 +215,12 @@ class _Push:
             if probe.weight_version != record.version:
                 return False
             try:
-                held = await self.client(probe.url).checksums()
+                client = self.client(probe.url, record.epoch)
+                held, door = await client.checksums(), await client.door()
             except ServiceError:
                 return False
-            if checksum_digest(held) != record.checksum:
+            barred = door is not None and door.get("admitted_version") != record.version
+            if barred or checksum_digest(held) != record.checksum:
                 return False
             if not await asyncio.to_thread(fleet_members.serves_again, self.log, self.members, probe.identity, record):
                 continue  # another owner is at it
@@ -294,6 +299,7 @@ class _Push:
             written_at=time.time(),
         )
         receivers = await self.receivers(intent)
+        last = await self.io(fence.last_confirmed, self.run)
         await self.io(fence.write_intent, intent)
         fence.mark_running(owner, True)
         record = None
@@ -304,12 +310,14 @@ class _Push:
             receivers.slots = [slot for slot in receivers.slots if slot.url not in refused]
             self.absent += refused
             report = await self.deliver(receivers, held, [old.group_name for old in intents])
-            record = self.record(receivers, held, report)
+            record = self.record(receivers, held, report).compared(last)
             kept = await self.publish(record)
         finally:
-            if record is None:
-                await self.give_up(receivers)
-            fence.mark_running(owner, False)
+            try:
+                if record is None:
+                    await self.give_up(receivers)
+            finally:
+                fence.mark_running(owner, False)
         return kept
 
     async def receivers(self, intent: fence.Intent) -> Receivers:
@@ -317,7 +325,7 @@ class _Push:
         slots = [
             Slot(
                 engine,
-                self.client(engine.url),
+                self.client(engine.url, intent.epoch),
                 EngineState.SERVING if engine.url in serving else EngineState.JOINING,
                 was_serving=engine.url in serving,
             )
@@ -366,6 +374,7 @@ class _Push:
             report = await self.trainer.transfer(plan)
             for slot, result in zip(loading, report.engines, strict=True):
                 slot.calls += result.calls
+                slot.control_calls += result.control_calls
             if report.ok:
                 return report, attempt
             await self.judge(receivers, loading, report)
@@ -390,7 +399,7 @@ class _Push:
 
     async def give_up(self, receivers: Receivers) -> None:
         """Release what the failed push holds, and close its intent when every receiver is accounted for."""
-        if await asyncio.to_thread(self.store.exists, fence.end_key(receivers.intent.epoch)):
+        if await receivers.is_over():
             return  # a later push took the receivers over: they are its business now
         if await receivers.release():
             record = self.failed(receivers)
@@ -425,7 +434,8 @@ class _Push:
         return self._record(
             receivers,
             PushStatus.CONFIRMED,
-            calls_per_engine=max(slot.calls for slot in serving),
+            calls_per_engine=max(engine.calls for engine in delivery.report.engines),
+            control_calls=max(slot.control_calls for slot in serving),
             bytes=delivery.report.sent_bytes,
             paused_s=max(slot.outcome().paused_s for slot in serving),
             rounds=delivery.rounds,

@@ -10,17 +10,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from rl360.engines.client import EngineClient, EngineRefused
-from rl360.engines.fleet import EngineIdentity, EngineState, advance, probe_engine
+from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
+from rl360.engines.fleet import EngineIdentity, EngineState, advance, incarnation_of, probe_engine
 from rl360.engines.gateway import GatewayClient
 from rl360.engines.processes import end_tree
-from rl360.errors import CleanupUnconfirmed, ServiceError
+from rl360.errors import CleanupUnconfirmed, EngineChurn, ServiceError, StoreUnavailable
 from rl360.weights import fence
 from rl360.weights.messages import EngineOutcome
 
 END_DEADLINE_S = 15.0
 GATEWAY_DEADLINE_S = 20.0
+T = TypeVar("T")
 
 
 def with_slack_s(call_deadline_s: float) -> float:
@@ -36,11 +38,13 @@ class Slot:
     client: EngineClient
     state: EngineState
     calls: int = 0
+    control_calls: int = 0
     strikes: int = 0
     reason: str = ""
     was_serving: bool = False
     paused_at: float | None = None
     resumed_at: float | None = None
+    answered_at: float = field(default_factory=time.time)  # it answered the probe that made it a receiver
 
     @property
     def url(self) -> str:
@@ -55,10 +59,21 @@ class Slot:
     def move(self, to: EngineState) -> None:
         self.state = advance(self.state, to)
 
+    async def ask(self, call: Awaitable[T]) -> T:
+        """A control call of this push; it is counted, and its answer is noted."""
+        self.control_calls += 1
+        answer = await call
+        self.answered_at = time.time()
+        return answer
+
     def outcome(self) -> EngineOutcome:
-        paused_s = self.paused_s if self.was_serving else 0.0
         return EngineOutcome(
-            identity=self.identity, state=self.state, calls=self.calls, paused_s=paused_s, reason=self.reason
+            identity=self.identity,
+            state=self.state,
+            calls=self.calls,
+            control_calls=self.control_calls,
+            paused_s=self.paused_s if self.was_serving else 0.0,
+            reason=self.reason,
         )
 
 
@@ -90,24 +105,39 @@ class Receivers:
         return left
 
     async def each(self, slots: list[Slot], call: Callable[[Slot], Awaitable[None]]) -> list[tuple[Slot, ServiceError]]:
-        """Run `call` on all slots at once; those that failed, with why."""
+        """Run `call` on all slots at once; those that failed, with why. `EngineChurn` when a door says that a later
+        epoch has begun: its engines are not ours to judge. Returns and raises only once every call has ended."""
 
         async def one(slot: Slot) -> ServiceError | None:
             try:
                 await call(slot)
             except ServiceError as error:
+                if isinstance(error, EngineRefused) and error.status == 409:
+                    raise EngineChurn(f"push epoch {self.intent.epoch} was taken over: {error}") from None
                 return error
             return None
 
-        errors = await asyncio.gather(*(one(slot) for slot in slots))
-        return [(slot, error) for slot, error in zip(slots, errors, strict=True) if error is not None]
+        results = await asyncio.gather(*(one(slot) for slot in slots), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ServiceError):
+                raise result
+        return [(slot, error) for slot, error in zip(slots, results, strict=True) if isinstance(error, ServiceError)]
+
+    async def is_over(self) -> bool:
+        """Whether a later push closed this epoch: the engines are its business then. An unreachable store counts as no:
+        no push gets far without one, and engines left paused would outlast its outage."""
+        try:
+            return await asyncio.to_thread(self.store.exists, fence.end_key(self.intent.epoch))
+        except StoreUnavailable as error:
+            self.notes.append(str(error))
+            return False
 
     async def pause(self, mode: str) -> None:
         """joining or serving -> loading; no engine generates from here on."""
 
         async def one(slot: Slot) -> None:
             slot.paused_at = time.monotonic()
-            await slot.client.pause(mode, self.call_deadline_s)
+            await slot.ask(slot.client.pause(mode, self.call_deadline_s))
             slot.move(EngineState.LOADING)
 
         for slot, error in await self.each(self.slots, one):
@@ -118,7 +148,7 @@ class Receivers:
         """Name the weights of all loading engines, so that what they hold is never called more than it is."""
 
         async def one(slot: Slot) -> None:
-            await slot.client.set_weight_version(version, self.call_deadline_s)
+            await slot.ask(slot.client.set_weight_version(version, self.call_deadline_s))
 
         for slot, error in await self.each(self.in_state(EngineState.LOADING), one):
             await self.fence_off(slot, str(error))
@@ -129,7 +159,7 @@ class Receivers:
         wrong: list[tuple[Slot, str]] = []
 
         async def one(slot: Slot) -> None:
-            held = await slot.client.checksums(self.call_deadline_s)
+            held = await slot.ask(slot.client.checksums(self.call_deadline_s))
             different = sorted(n for n in held.keys() | expected.keys() if held.get(n) != expected.get(n))
             if different:
                 name = different[0]
@@ -151,28 +181,52 @@ class Receivers:
         self.require(EngineState.CONFIRMED, "confirming")
 
     async def serve(self, version: str, flush: bool) -> None:
-        """confirmed -> serving: name the version and read it back, drop old KV, resume, open the gateway."""
+        """confirmed -> serving: name the version and read it back, drop old KV, open the door, resume, open the
+        gateway. The door comes before the resume: an engine that is resumed unadmitted refuses what waits in it."""
 
         async def one(slot: Slot) -> None:
-            await slot.client.set_weight_version(version, self.call_deadline_s)
-            held = await slot.client.weight_version(self.call_deadline_s)
+            client, deadline_s = slot.client, self.call_deadline_s
+            await slot.ask(client.set_weight_version(version, deadline_s))
+            held = await slot.ask(client.weight_version(deadline_s))
             if held != version:
                 raise EngineRefused(f"engine {slot.url}: says it holds {held!r} after being told {version!r}", 200)
             if flush:
-                await slot.client.flush_cache(self.call_deadline_s)
-            await slot.client.resume(self.call_deadline_s)
+                await slot.ask(client.flush_cache(deadline_s))
+            await slot.ask(client.admit(version, deadline_s))
+            await slot.ask(client.resume(deadline_s))
             slot.resumed_at = time.monotonic()
 
         confirmed = self.in_state(EngineState.CONFIRMED)
         for slot, error in await self.each(confirmed, one):
             await self.fence_off(slot, str(error))
         ready = self.require(EngineState.CONFIRMED, "resuming")
-        await asyncio.gather(*(self.gateway.add(slot.url, GATEWAY_DEADLINE_S) for slot in ready))
-        for slot in ready:
+
+        async def open_gateway(slot: Slot) -> None:
+            await self.require_same(slot)
+            await self.gateway.add(slot.url, GATEWAY_DEADLINE_S)
+            await self.require_same(slot)
             slot.move(EngineState.SERVING)
+
+        unreached: ServiceError | None = None
+        for slot, error in await self.each(ready, open_gateway):
+            if isinstance(error, (EngineRefused, EngineSilent)):
+                await self.fence_off(slot, str(error))
+            else:
+                unreached = error
+        if unreached is not None:
+            raise unreached  # the engines are well; without the gateway nobody reaches them
+        self.require(EngineState.SERVING, "opening the gateway")
+
+    async def require_same(self, slot: Slot) -> None:
+        """Whoever restarted at this URL holds other weights: it must not get the traffic of the one that confirmed."""
+        info = await slot.ask(slot.client.server_info(self.probe_deadline_s))
+        if incarnation_of(info) != slot.identity.incarnation:
+            raise EngineRefused(f"engine {slot.url}: restarted during the push", 200)
 
     async def fence_off(self, slot: Slot, reason: str) -> None:
         """-> suspect -> fenced -> gone: out of the gateway, processes ended, end proven."""
+        if await self.is_over():
+            raise EngineChurn(f"push epoch {self.intent.epoch} was taken over by a later push")
         slot.reason = reason
         slot.move(EngineState.SUSPECT)
         gateway_error = ""
@@ -183,8 +237,9 @@ class Receivers:
         slot.move(EngineState.FENCED)
         proof = await end_tree(slot.identity.process, END_DEADLINE_S)
         if not proof.gone:
+            seen = f"{reason}; {proof.evidence}"
             note = await asyncio.to_thread(
-                fence.note_unconfirmed, self.store, self.intent, slot.identity, f"{reason}; {proof.evidence}"
+                fence.note_unconfirmed, self.store, self.intent, slot.identity, seen, slot.answered_at
             )
             raise CleanupUnconfirmed(unconfirmed_text([note]))
         slot.move(EngineState.GONE)
@@ -212,16 +267,22 @@ class Receivers:
         """
 
         async def one(slot: Slot) -> None:
-            await self.gateway.remove(slot.url, GATEWAY_DEADLINE_S)
-            deadline_s = with_slack_s(self.call_deadline_s)
-            await slot.client.abort_all(deadline_s)
-            await slot.client.destroy_group(self.intent.group_name, deadline_s)
+            client, deadline_s = slot.client, with_slack_s(self.call_deadline_s)
+            barred = await slot.ask(client.bar("a push failed and left it half written", deadline_s))
             try:
-                await slot.client.end_weight_update(deadline_s)
+                await self.gateway.remove(slot.url, GATEWAY_DEADLINE_S)
+            except ServiceError as error:
+                if not barred:
+                    raise
+                self.notes.append(str(error))  # whatever the gateway sends, the door refuses it
+            await slot.ask(client.abort_all(deadline_s))
+            await slot.ask(client.destroy_group(self.intent.group_name, deadline_s))
+            try:
+                await slot.ask(client.end_weight_update(deadline_s))
             except EngineRefused as error:
                 if "no weight-update session" not in str(error):
                     raise
-            await slot.client.resume(deadline_s)
+            await slot.ask(client.resume(deadline_s))
             slot.resumed_at = time.monotonic()
 
         left_alone = (EngineState.SUSPECT, EngineState.FENCED, EngineState.GONE)

@@ -20,7 +20,7 @@ from rl360.weights.messages import ChecksumReply, EngineTransfer, PushPlan, Tens
 from rl360.weights.plan import engine_name
 
 TENSORS = tuple(
-    TensorSpec(name=name, shape=(4, 8))
+    TensorSpec(name=name, shape=(16, 8))
     for name in (
         "model.embed_tokens.weight",
         "model.layers.0.self_attn.q_proj.weight",
@@ -100,6 +100,8 @@ class FakeEngine(_Server):
         if callable(fault):
             return fault(body)
         ok = {"success": True, "message": "ok"}
+        if path.startswith("/rl360/"):
+            return 404, {"detail": "Not Found"}  # it has no door
         if path == "/server_info":
             return 200, {"startup_time": {"load": self.startup}, "launch_command": "fake"}
         if path == "/model_info":

@@ -422,6 +422,19 @@ def test_the_steps_record_is_written_once(world: World) -> None:
     assert len(world.trainer.plans) == 2
 
 
+def test_the_record_says_when_path_or_calls_change(world: World) -> None:
+    first, second = world.push(0), world.push(1)
+    assert (first.changed, first.plan_reused) == ("", False)
+    assert (second.changed, second.plan_reused) == ("", True)
+    third = world.push(2, CONFIG.model_copy(update={"bucket_bytes": 1 << 20}))
+    assert third.calls_per_engine < second.calls_per_engine
+    assert third.changed == f"{second.way} -> {third.way}"
+    world.engines[0].faults["/pause_generation"] = "hang"
+    fourth = world.push(3, SHORT.model_copy(update={"bucket_bytes": 1 << 20}))
+    assert (fourth.changed, fourth.plan_reused) == ("", False)
+    assert [engine.identity.url for engine in fourth.fenced] == [world.engines[0].url]
+
+
 def test_an_engine_nobody_configured_gets_no_traffic(world: World) -> None:
     """It may hold any version: a push, or the check that opens a step, takes it out of the gateway."""
     ours = sorted(engine.url for engine in world.engines)
