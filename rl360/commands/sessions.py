@@ -18,7 +18,9 @@ TokenFileOption = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add `rl360 sessions serve|list|show` to the command line."""
-    group = typer.Typer(help="Session servers: run one, list and show the sessions of those that run.")
+    group = typer.Typer(
+        no_args_is_help=True, help="Session servers: run one, list and show the sessions of those that run."
+    )
     group.command("serve")(serve)
     group.command("list")(list_sessions)
     group.command("show")(show)
@@ -57,7 +59,7 @@ def serve(
     SIGTERM or POST /drain: no new sessions, the process ends once the others are stored or deleted. The HTTP surface
     is described at /docs and /openapi.json.
 
-    Example: rl360 sessions serve --upstream http://127.0.0.1:13100 --model .rl360/models/policy --port 13200
+    Example: rl360 sessions serve --upstream http://127.0.0.1:13100 --model DIR --port 13250
     """
     from rl360.sessions.registry import Limits
     from rl360.sessions.server import ServeOptions
@@ -83,7 +85,7 @@ def serve(
 
 
 UrlOption = Annotated[
-    str | None, typer.Option("--url", help="One session server (default: all of $RL360_HOME/services.json).")
+    str | None, typer.Option("--url", help="One session server (default: all that `rl360 up` started).")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 

@@ -143,8 +143,12 @@ def test_unknown_directories_are_refused_with_the_reason(tmp_path: Path) -> None
     refused(r"never writes 'enable_thinking'.*another format", stock="{{ messages }}")
     refused(r"names family qwen3 and is not a template of this rl360", stock="{#- family: qwen3. Old. -#}")
     refused("vocab_size 10 is below", vocab_size=10)
-    with pytest.raises(BadInput, match=r"config.json is needed"):
+    refused("config.json names no vocab_size", vocab_size=None)
+    with pytest.raises(BadInput, match=r"config.json: No such file or directory; name a .* `rl360 model warm-start`$"):
         load_template(tmp_path / "nothing")
+    (tmp_path / "m" / "config.json").write_text("{")
+    with pytest.raises(BadInput, match=r"config.json is not JSON: "):
+        load_template(tmp_path / "m")
     folder = write_family_dir(tmp_path / "m", "qwen3", "{{ messages }}")
     assert load_template(folder, "qwen3").family == "qwen3"
     with pytest.raises(BadInput, match="lacks the tokens"):
@@ -280,6 +284,8 @@ def test_another_tokenizer_and_no_engine(engine: FakeEngine) -> None:
         check_engine(family_template(engine.family), "http://127.0.0.1:1")
     with pytest.raises(ServiceError, match="is this an SGLang engine"):
         check_engine(family_template(engine.family), engine.url + "/nowhere")
+    with pytest.raises(BadInput, match="engine 'localhost' is not an address; use http://HOST:PORT"):
+        check_engine(family_template(engine.family), "localhost")
 
 
 def _run(*args: str) -> tuple[int, str]:

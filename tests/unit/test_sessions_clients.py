@@ -236,6 +236,12 @@ def test_one_session_may_be_spoken_to_in_both_formats(calling: Bench) -> None:
     assert turns(calling, session_id) == 2
 
 
+def test_an_anthropic_client_with_one_v1_too_many_is_told(bench: Bench) -> None:
+    client = anthropic.Anthropic(base_url=bench.create()[1], api_key="x")
+    with pytest.raises(anthropic.NotFoundError, match="base_url ends before /v1"):
+        client.messages.create(model="policy", max_tokens=48, messages=ASKED)
+
+
 def test_the_events_of_an_anthropic_stream(calling: Bench) -> None:
     session_id, _ = calling.create()
     reply = calling.say(session_id, {"messages": ASKED, "tools": [TOOL], "stream": True})
