@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from rl360.weights.messages import EngineLayout, TensorSpec
-from rl360.weights.plan import rank_needs
+from rl360.weights.plan import expert_number, rank_needs
 from rl360.weights.push import model_shapes
 from rl360.weights.shapes import read_shape
 
@@ -65,15 +66,34 @@ def test_shapes_are_those_of_a_saved_model(model: str, tmp_path: Path) -> None:
     assert told.kv_heads == MODELS[model].get("num_key_value_heads") or "kv_lora_rank" in MODELS[model]
 
 
-CASES = [
-    {"tp": tp, "model": {"hidden": 8, "heads": heads, "kv_heads": kv_heads, "head_dim": 4, "width": 12, "vocab": vocab}}
-    for tp, heads, kv_heads, vocab in ((1, 4, 2, 70), (2, 4, 2, 100), (4, 8, 2, 100), (4, 4, 4, 300), (3, 6, 3, 70))
+CASES: list[dict[str, Any]] = [
+    {
+        "tp": tp,
+        "ep": ep,
+        "model": {
+            "hidden": 8,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": 4,
+            "width": 12,
+            "vocab": vocab,
+            "experts": 8,
+        },
+    }
+    for tp, ep, heads, kv_heads, vocab in (
+        (1, 1, 4, 2, 70),
+        (2, 1, 4, 2, 100),
+        (2, 2, 4, 4, 100),
+        (4, 2, 8, 2, 100),
+        (4, 4, 4, 1, 300),
+        (3, 1, 6, 3, 70),
+    )
 ]
 
 
-def planned(tp: int, model: dict[str, int]) -> list[dict[str, list[int]]]:
-    """By the planner, which elements of each tensor each rank keeps."""
-    hidden, keys = model["hidden"], model["kv_heads"] * model["head_dim"]
+def planned(tp: int, ep: int, model: dict[str, int]) -> list[dict[str, list[int]]]:
+    """By the planner, which elements of each tensor each rank keeps; an expert's count on from the one before."""
+    hidden, width, keys = model["hidden"], model["width"], model["kv_heads"] * model["head_dim"]
     queries = model["heads"] * model["head_dim"]
     shapes = {
         "model.embed_tokens": (model["vocab"], hidden),
@@ -81,26 +101,34 @@ def planned(tp: int, model: dict[str, int]) -> list[dict[str, list[int]]]:
         "l.self_attn.k_proj": (keys, hidden),
         "l.self_attn.v_proj": (keys, hidden),
         "l.self_attn.o_proj": (hidden, queries),
-        "l.mlp.gate_proj": (model["width"], hidden),
-        "l.mlp.up_proj": (model["width"], hidden),
+        "l.mlp.gate_proj": (width, hidden),
+        "l.mlp.up_proj": (width, hidden),
     }
+    for expert in range(model["experts"]):
+        shapes |= {f"m.mlp.experts.{expert}.{part}_proj": (width, hidden) for part in ("gate", "up")}
+        shapes[f"m.mlp.experts.{expert}.down_proj"] = (hidden, width)
     specs = [TensorSpec(name=f"{name}.weight", shape=shape) for name, shape in shapes.items()]
+
+    def short(name: str) -> str:
+        return re.sub(r"^(?:model|l\.self_attn|l\.mlp)\.|^m\.mlp\.|\d+\.|\.weight$", "", name)
+
     ranks = []
-    for rank in rank_needs(specs, EngineLayout(tp=tp, kv_heads=model["kv_heads"])):
-        told: dict[str, list[int]] = {
-            name.split(".")[-1]: [] for name in shapes
-        }  # none of a tensor may be a rank's share
+    for rank in rank_needs(specs, EngineLayout(tp=tp, ep=ep, kv_heads=model["kv_heads"])):
+        told: dict[str, list[int]] = {short(name): [] for name in shapes}  # none of a tensor may be a rank's share
         for tensor in rank:
             whole = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
             axis, first, rows = tensor.part or (0, 0, tensor.shape[0])
-            told[tensor.name.split(".")[-2]] = whole.take(range(first, first + rows), axis).flatten().tolist()
+            piece = whole.take(range(first, first + rows), axis) + (expert_number(tensor.name) or 0) * whole.size
+            told[short(tensor.name)] += piece.flatten().tolist()
         ranks.append(told)
     return ranks
 
 
-def test_ranks_keep_what_sglang_loads() -> None:
+def test_ranks_keep_what_sglang_loads(tmp_path: Path) -> None:
+    config = {**COMMON, **MODELS["qwen3_moe"], "model_type": "qwen3_moe", "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]}))
     result = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("sglang_cuts.py")), json.dumps(CASES)],
+        [sys.executable, str(Path(__file__).with_name("sglang_cuts.py")), json.dumps(CASES), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -110,4 +138,4 @@ def test_ranks_keep_what_sglang_loads() -> None:
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads(result.stdout.splitlines()[-1])
     for case, ranks in zip(CASES, found, strict=True):
-        assert planned(case["tp"], case["model"]) == ranks, case
+        assert planned(**case) == ranks, case
