@@ -84,7 +84,7 @@ def engine_calls(plan: PushPlan, mine: Sequence[Delivery], kept_groups: Containe
             pieces = [Piece(d.group_name, d.source, d.rank, b) for d, b in zip(mine, row, strict=True) if b is not None]
             calls.append(Call(CallKind.WEIGHTS, "deliver", pieces=tuple(pieces)))
         calls.append(Call(CallKind.CONTROL, "end"))
-    after = ("checksums", "version", "version read back", "flush", "resume")
+    after = ("checksums", "version", "version read back", "flush", "admit", "resume")
     return calls + [Call(CallKind.CONTROL, name) for name in after]
 
 

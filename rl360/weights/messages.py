@@ -216,8 +216,8 @@ class PushPlan(_Message):
     @property
     def control_calls(self) -> int:
         """Calls to an engine that carry none, in a push on groups that exist: pause, loading mark, checksums, version,
-        version read back, flush, admission, resume, twice who it is; begin and end around tensors that are sent."""
-        return 10 if self.folder is not None else 12
+        version read back, flush, admit, resume; begin and end around tensors that are sent (files need neither)."""
+        return 8 if self.folder is not None else 10
 
     @property
     def deadline_s(self) -> float:

@@ -219,7 +219,7 @@ class Receivers:
 
     async def require_same(self, slot: Slot) -> None:
         """Whoever restarted at this URL holds other weights: it must not get the traffic of the one that confirmed."""
-        info = await slot.ask(slot.client.server_info(self.probe_deadline_s))
+        info = await slot.client.server_info(self.probe_deadline_s)
         if incarnation_of(info) != slot.identity.incarnation:
             raise EngineRefused(f"engine {slot.url}: restarted during the push", 200)
 

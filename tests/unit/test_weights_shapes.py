@@ -158,7 +158,7 @@ def test_the_command_prints_the_figures() -> None:
         run(*shape, "--transport", "direct_experts", "--tp", "8", "--ep", "8", "--sources", "64", "--json")
     )
     (row,) = told["plans"]
-    assert (row["calls_per_engine"], row["control_calls"], row["groups"], row["senders"]) == (41, 9, 193, 64)
+    assert (row["calls_per_engine"], row["control_calls"], row["groups"], row["senders"]) == (41, 10, 193, 64)
     other, experts = told["model"]["other_bytes"], told["model"]["bytes"] - told["model"]["other_bytes"]
     assert row["sent_bytes"] == other + 24 * experts
     assert row["wire_bytes"] == 24 * row["bytes_per_engine"] == 24 * (8 * other + experts)

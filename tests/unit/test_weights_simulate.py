@@ -84,9 +84,9 @@ def test_a_plan_runs_and_its_time_adds_up() -> None:
     wire = Wire(call_s=1.0, link_bytes_per_s=100.0)
     done = simulate(made, SHAPES, wire)
     size = sum(tensor.size_bytes for tensor in SHAPES)
-    # pause, mark, leave, join, begin, one bucket, end, and five to confirm and serve
-    assert done.seconds == done.paused_s == pytest.approx(12 + size / 100)
-    assert (done.calls, done.control_calls) == ((1, 1), (11, 11))
+    # pause, mark, leave, join, begin, one bucket, end, and six to confirm and serve
+    assert done.seconds == done.paused_s == pytest.approx(13 + size / 100)
+    assert (done.calls, done.control_calls) == ((1, 1), (12, 12))
     kept = engine_side(made, kept_groups=[made.group_name])
     assert [sum(call.kind is not CallKind.WEIGHTS for call in calls) for calls in kept] == [made.control_calls] * 2
     files = plan("disk_full", folder="/files")
