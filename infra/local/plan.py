@@ -64,7 +64,8 @@ class UpOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Probe:
-    """How to tell that a service works: a GET that answers 200 (with our incarnation where it names one), or `kind`."""
+    """How to tell that a service works: a GET that answers 200 (with our incarnation where it names one), a file
+    that is written again and again, or `kind`."""
 
     kind: str
     url: str = ""
@@ -86,7 +87,8 @@ class Spec:
     memory_bytes: int = 100 * MIB
     heavy: bool = False
     one_shot: bool = False
-    # a dead worker's flow runs go on by themselves; whatever else a dead service leaves is ended before it starts again
+    # a dead worker's flow runs and a dead keeper's engines go on by themselves; whatever else a dead service leaves is
+    # ended before it starts again
     sweep: bool = True
 
 
@@ -164,7 +166,8 @@ def build_specs(options: UpOptions, secrets: Secrets, instance: str) -> list[Spe
     """All services in start order, or those named by `only` (with what they need among those)."""
     env = base_env(options, instance)
     specs = [_prefect(options), _s3(options, secrets), *_engines(options)[:1], _worker(options), _deploy()]
-    specs += [*_engines(options)[1:], _gateway(options), *_sessions(options), _sandbox(options), _trainer(options)]
+    specs += [*_engines(options)[1:], _gateway(options), _fleet(options), *_sessions(options), _sandbox(options)]
+    specs += [_trainer(options)]
     chosen = [spec for spec in specs if not options.only or spec.name in options.only]
     unknown = sorted(set(options.only) - {spec.name for spec in specs})
     if unknown:
@@ -316,6 +319,19 @@ def _gateway(options: UpOptions) -> Spec:
         probe=Probe("http", f"http://{LOOPBACK}:{port}/liveness"),
         start_deadline_s=60.0,
         stop_grace_s=5.0,
+    )
+
+
+def _fleet(options: UpOptions) -> Spec:
+    """The engines' keeper. What it starts outlives it, and ends with the instance."""
+    return Spec(
+        name="fleet",
+        argv=(sys.executable, "-m", "rl360.cli", "fleet", "keep"),
+        probe=Probe("fresh", f"{options.home}/fleet.json"),
+        after=("s3", "gateway"),
+        start_deadline_s=60.0,
+        memory_bytes=110 * MIB,
+        sweep=False,
     )
 
 

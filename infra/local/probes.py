@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +16,7 @@ from infra.local.plan import Spec
 from rl360.config.services import Services
 
 TIMEOUT_S = 5.0
+FRESH_S = 90.0
 
 
 class Prober:
@@ -38,6 +42,8 @@ class Prober:
             return exit_code == 0
         if kind == "s3":
             return await self._s3(spec.probe.url)
+        if kind == "fresh":
+            return _fresh(Path(spec.probe.url), incarnation)
         reply = await self._get(spec.probe.url)
         if reply is None or reply.status_code != 200:
             return False
@@ -99,6 +105,15 @@ class Prober:
                 except httpx.HTTPError:
                     return
             await asyncio.sleep(0.25)
+
+
+def _fresh(path: Path, incarnation: str) -> bool:
+    """Whether the process we started has written this file a moment ago."""
+    try:
+        told = json.loads(path.read_text())
+        return bool(told["incarnation"] == incarnation and time.time() - float(told["at"]) < FRESH_S)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _is_ours(body: dict[str, Any], incarnation: str) -> bool:

@@ -33,8 +33,8 @@ def specs_of(**changes: object) -> list[Spec]:
 def test_the_default_table_is_the_documented_one() -> None:
     specs = {spec.name: spec for spec in specs_of()}
     assert set(specs) == {
-        "s3", "prefect", "worker", "deployments", "engine-0", "engine-1", "gateway", "sessions-0", "sandbox-0",
-        "trainer",
+        "s3", "prefect", "worker", "deployments", "engine-0", "engine-1", "gateway", "fleet", "sessions-0",
+        "sandbox-0", "trainer",
     }  # fmt: skip
     assert {name: specs[name].port for name in specs if specs[name].port} == {
         "s3": 18333, "prefect": 14200, "engine-0": 13000, "engine-1": 13001, "gateway": 13100,

@@ -1,0 +1,47 @@
+"""docs/fleet.md shows commands that are there, with options that they have, and names every state and launcher."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from test_help import shown
+
+from infra.local.plan import UpOptions, build_specs
+from rl360.config.services import Secrets
+from rl360.engines.fleet import EngineState
+from rl360.engines.launchers import KINDS
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "fleet.md").read_text()
+COMMANDS = sorted({line.partition("#")[0].strip() for line in re.findall(r"^rl360 fleet .*$", PAGE, re.MULTILINE)})
+INLINE = sorted(set(re.findall(r"`(rl360 fleet [^`]+)`", PAGE)))
+
+
+@pytest.mark.parametrize("line", COMMANDS + INLINE)
+def test_a_shown_command_is_one(line: str) -> None:
+    _, _, sub, *rest = shlex.split(line)
+    text = shown("fleet", sub)
+    known = set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", text.partition("Example")[0] + text.partition("Options")[2]))
+    for word in rest:
+        if word.startswith("-"):
+            assert word.partition("=")[0] in known, f"{line}: no option {word}"
+
+
+def test_the_page_shows_commands_at_all() -> None:
+    assert len(COMMANDS) >= 10
+    shown_subs = {line.split()[2] for line in COMMANDS}
+    assert shown_subs == {"status", "events", "add", "remove", "drain", "confirm-gone", "keep"}
+
+
+def test_every_state_and_every_launcher_is_explained() -> None:
+    for word in [*EngineState, *KINDS]:
+        assert f"| `{word}` |" in PAGE, word
+
+
+def test_the_service_is_what_the_page_calls_it() -> None:
+    secrets = Secrets(token="t" * 32, s3_access_key="a", s3_secret_key="s")
+    specs = build_specs(UpOptions(home="/h", model_dir="/m"), secrets, "i")
+    (spec,) = [spec for spec in specs if spec.name == "fleet"]
+    assert spec.argv[2:] == ("rl360.cli", "fleet", "keep") and not spec.sweep
