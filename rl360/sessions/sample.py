@@ -451,8 +451,10 @@ class AttemptRecord:
 
     @classmethod
     def from_wire(cls, wire: Any, key: str) -> AttemptRecord:
-        """Rebuild and check; `key` names the object in errors."""
-        fields = _fields(wire, key, "attempt", ATTEMPT_SCHEMA, _ATTEMPT_FIELDS)
+        """Rebuild and check; `key` names the object in errors. Records of schema 2 give no evidence of the cleanup."""
+        old = isinstance(wire, dict) and wire.get("schema_version") == 2
+        said = _ATTEMPT_FIELDS if not old else tuple(name for name in _ATTEMPT_FIELDS if name != "cleanup_evidence")
+        fields = {"cleanup_evidence": "", **_fields(wire, key, "attempt", 2 if old else ATTEMPT_SCHEMA, said)}
         for names, kind in _ATTEMPT_KINDS.items():
             _refuse_other_kinds(fields, key, "attempt", names, kind)
         try:

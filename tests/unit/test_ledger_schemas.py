@@ -1,10 +1,12 @@
 """Ledgers of an older schema, in a run that was resumed since: read, checked where they say enough, nothing made up.
 
-`ledger_schema3.msgpack` is step 0 of `tests/unit/ledger_run.py` as the last rl360 of that schema wrote it.
+`run_of_schema3.msgpack.gz` is every object of step 0 of `tests/unit/ledger_run.py`, by key, as the last rl360 of that
+schema wrote them.
 """
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +33,9 @@ from tests.unit.ledger_run import finished_run
 from tests.unit.memory_store import MemoryStore
 from tests.unit.verdict_data import TOKEN
 
-OLD = (Path(__file__).parent / "ledger_schema3.msgpack").read_bytes()
+WRITTEN = gzip.decompress((Path(__file__).parent / "run_of_schema3.msgpack.gz").read_bytes())
+OLD_RUN: dict[str, bytes] = unpack(WRITTEN, "run_of_schema3")
+OLD = OLD_RUN[step_key("demo", 0, "ledger.msgpack")]
 OVER_VERSIONS = {
     "one version on",
     "a weight version of every trained token",
@@ -76,6 +80,25 @@ def test_its_sums_hold_but_for_those_over_what_it_does_not_say() -> None:
     first = replace(old.attempts[0], sampled_tokens=old.attempts[0].sampled_tokens + 1)
     broken = replace(old, attempts=(first, *old.attempts[1:]))
     assert [check.name for check in check_ledger(broken) if not check.holds] == ["every sampled token in one bucket"]
+
+
+def test_all_that_is_looked_at_of_an_old_run_can_be() -> None:
+    """The list, the ledger, each attempt's whole life, from the very objects of that time: config, plan, records."""
+    store = MemoryStore()
+    store.objects |= OLD_RUN
+    s3 = cast(Any, store)
+    assert [(row["run"], row["steps"], row["state"]) for row in list_runs(s3)] == [("demo", 1, "open")]
+    (ledger,) = read_run(s3, "demo")
+    assert unpack(OLD_RUN[step_key("demo", 0, "records.msgpack")], "k")["attempts"][0]["schema_version"] == 2
+    told = Told(run_key(TOKEN, "demo"))
+    for row in ledger.attempts:
+        found = attempt_life(s3, "demo", row.attempt_id, told)
+        (each,) = found["tries"]
+        assert (each["outcome"], each["tokens"]) == (row.outcome.value, {str(b): n for b, n in row.tokens.items()})
+        assert each["sandbox"]["cleanup_evidence"] == "" and "cleanup       " in page(found)
+        assert (each["verdict"] is None) == (row.reward is None)
+        assert each["verdict"] is None or (each["verdict"]["reward"], each["verdict"]["verifies"]) == (row.reward, True)
+    assert store.objects == OLD_RUN
 
 
 @pytest.mark.parametrize("step", [0, 1])

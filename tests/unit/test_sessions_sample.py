@@ -363,6 +363,7 @@ def test_a_verdict_exactly_where_the_outcome_has_one(outcome: Outcome) -> None:
     ("change", "words"),
     [
         (lambda w: w.update(schema_version=1), "schema version 1, this rl360 reads 3"),
+        (lambda w: w.update(schema_version=2), r"has unknown \['cleanup_evidence'\]"),
         (lambda w: w.update(outcome="great"), "bad outcome .'great'"),
         (
             lambda w: w["verdict"].update(reward=float("nan")),
