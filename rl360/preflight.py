@@ -113,8 +113,8 @@ def _refuse_services(config: RunConfig, services: Services, told: Told) -> None:
                 "`rl360 up --routed-experts`"
             )
     for url in services.engine_urls:
-        if (said := told.get(_model_info(url))) is not None:
-            refuse_other_model(config.model.path, str(said.get("model_path")), f"that of engine {url}")
+        if (engine := told.get(_model_info(url))) is not None:
+            refuse_other_model(config.model.path, str(engine.get("model_path")), f"that of engine {url}")
 
 
 def _health(url: str) -> str:

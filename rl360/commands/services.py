@@ -67,7 +67,7 @@ def up(
     home: HomeOption = None,
     port_base: Annotated[int | None, typer.Option(help="Put all ports in a block from here.")] = None,
     ports: Annotated[list[str] | None, typer.Option(help="Single ports: NAME=PORT[,NAME=PORT].")] = None,
-    only: Annotated[str, typer.Option(help="Start only these services, joined by commas.")] = "",
+    only: Annotated[str, typer.Option(help="Start only these services, e.g. engine-0,gateway.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait until everything is ready.")] = 420.0,
     seed: Annotated[int, typer.Option(help="Seed of the engines' samplers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print services.json when ready.")] = False,

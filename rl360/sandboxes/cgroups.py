@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rl360.harbor.protocol import SandboxLimits
+if TYPE_CHECKING:
+    from rl360.harbor.protocol import SandboxLimits
 
 CONTROLLERS = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
