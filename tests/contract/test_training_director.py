@@ -11,16 +11,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import orjson
 import pytest
 import torch
 
 from rl360.config.run import RunConfig
-from rl360.errors import CorruptObject, ReplayMismatch, StoreUnavailable
+from rl360.errors import BadInput, CorruptObject, ReplayMismatch, StoreUnavailable
+from rl360.replay.steps import Scratch
+from rl360.replay.trainer import take
 from rl360.sessions.sample import encode_samples
 from rl360.store.codec import sha256_hex
 from rl360.store.layout import merged_key, run_config_key, step_key
-from rl360.training.director import Conflict, Director, StepBody
+from rl360.training.director import Conflict, Director, ExportBody, StepBody
 from rl360.training.megatron import parallel
+from rl360.training.megatron.hf_dir import read_tensors
+from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout
 from rl360.training.replica import Replica
 from rl360.training.results import StepStatus
@@ -187,3 +192,24 @@ def test_the_runs_temperature_reaches_the_loss(model: Path) -> None:
         store = new_store(model, rollout={"temperature": temperature})
         distances.append(new_trainer(store).put_step(0, batch_of(store, 0)).mean_abs_dlogp)
     assert distances[0] != pytest.approx(distances[1], rel=1e-3)
+
+
+def test_a_run_of_a_config_that_todays_rules_refuse_is_restored_exported_and_replayed(
+    model: Path, tmp_path: Path
+) -> None:
+    """Its steps are done: whether it may go on is asked where a run is started."""
+    store = new_store(model)
+    trainer = new_trainer(store)
+    results = [trainer.put_step(step, batch_of(store, step)) for step in range(2)]
+    frozen = orjson.loads(store.get(run_config_key("r1")))
+    frozen["rollout"]["pick"] = "all"  # with linear sessions, as it could be
+    store.put(run_config_key("r1"), orjson.dumps(frozen))
+    with pytest.raises(BadInput, match="pick all says nothing"):
+        RunConfig.parse(store.get(run_config_key("r1")))
+    again = new_trainer(store)
+    assert again.open_run("r1")["weights_digest"] == results[1].weights_digest
+    done = again.export("r1", ExportBody(dir=str(tmp_path / "out"), dtype="float32"))
+    assert done["weights_digest"] == results[1].weights_digest == digest_of(read_tensors(tmp_path / "out"))
+    replica = Replica(cast(Any, Scratch(cast(Any, store))), Layout(), "an incarnation")
+    replayed = take(cast(Any, store), replica, "-", "r1", 1)
+    assert replayed.model_dump(exclude={"seconds"}) == results[1].model_dump(exclude={"seconds"})
