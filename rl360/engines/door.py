@@ -122,7 +122,8 @@ class Doorkeeper:
     """All that a door remembers; one an engine, used on its event loop alone."""
 
     def __init__(self, puller: Puller, *, strict: bool = False, token: str | None = None) -> None:
-        self.puller, self.strict, self.token = puller, strict, token
+        self.puller, self.strict = puller, strict
+        self.bearer = None if token is None else b"Bearer " + token.encode()
         self.epoch = 0
         self.admitted_epoch = 0
         self.admitted_version: str | None = None
@@ -185,16 +186,16 @@ class Doorkeeper:
 
     def check_caller(self, scope: Scope) -> None:
         """`Refused` unless the caller has the token, or is on this host where that is enough."""
-        fix = "start the engine with RL360_TOKEN_FILE to serve other hosts"
-        if self.token is not None:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if hmac.compare_digest(given, b"Bearer " + self.token.encode()):
+        if self.bearer is None or not self.strict:
+            host = (scope.get("client") or ("",))[0]
+            if host.startswith("127.") or host in ("::1", "::ffff:127.0.0.1"):
                 return
-            fix = "send Authorization: Bearer <token> of this deployment"
-        host = (scope.get("client") or ("",))[0]
-        near = host.startswith("127.") or host in ("::1", "::ffff:127.0.0.1")
-        if not near or (self.strict and self.token is not None):
-            raise Refused(401, fix)
+        if self.bearer is None:
+            raise Refused(401, "start the engine with RL360_TOKEN_FILE to serve other hosts")
+        for name, value in scope["headers"]:
+            if name == b"authorization" and hmac.compare_digest(value, self.bearer):
+                return
+        raise Refused(401, "send Authorization: Bearer <token> of this deployment")
 
 
 class Door:
@@ -204,24 +205,25 @@ class Door:
         self.app, self.keeper = app, keeper
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in OPEN:
-            await self.app(scope, receive, send)
-            return
-        try:
-            reply = await self._pass(scope, receive)
-        except Refused as refused:
-            await _answer(scope, send, refused.status, {"error": str(refused)})
-            return
+        reply = None
+        if scope["type"] != "lifespan" and scope["path"] not in OPEN:
+            path = scope["path"]
+            generates = path == "/generate" or path.startswith("/v1/")
+            try:
+                self.keeper.check_caller(scope)
+                if not (generates and self.keeper.phase is Phase.SERVING):
+                    reply = await self._pass(scope, receive, generates)
+            except Refused as refused:
+                await _answer(scope, send, refused.status, {"error": str(refused)})
+                return
         if reply is None:
             await self.app(scope, receive, send)
         else:
             await _answer(scope, send, 200, reply)
 
-    async def _pass(self, scope: Scope, receive: Receive) -> dict[str, Any] | None:
+    async def _pass(self, scope: Scope, receive: Receive, generates: bool) -> dict[str, Any] | None:
         """None: SGLang is to answer. Else the door's own answer."""
         path, keeper = scope["path"], self.keeper
-        generates = path == "/generate" or path.startswith("/v1/")
-        keeper.check_caller(scope)
         if path.startswith("/rl360/"):
             return await self._own(scope.get("method", ""), path, receive)
         if not generates:
@@ -230,7 +232,7 @@ class Door:
                 keeper.enter(path, epoch)
             elif keeper.strict:
                 raise Refused(409, f"{path} is an act of a push: send its {EPOCH_HEADER}")
-        if path not in CONTROL and keeper.phase is not Phase.SERVING:
+        if path not in CONTROL:
             await keeper.may_generate()
         return None
 
