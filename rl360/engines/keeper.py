@@ -263,7 +263,7 @@ class Keeper:
             watch.misses += 1
             proof = await self.proof(slot)
             if proof.gone:
-                await self.fence(slot, f"{seen.reason}; {proof.evidence}")
+                await self.fence(slot, f"its processes ended: {seen.reason}")
             elif watch.misses >= self.options.suspect_after:
                 await self.suspect(slot, f"{watch.misses} misses in a row: {seen.reason}")
             return
@@ -295,13 +295,14 @@ class Keeper:
         return "" if paused else problem
 
     async def arrived(self, slot: Slot, identity: EngineIdentity) -> None:
-        """Another incarnation answers in its place: no traffic, the old one ended, then the new one joins."""
-        out = await self.out_of_gateway(slot.url) if slot.incarnation else ""
-        proof = await self.ended(slot) if slot.incarnation else None
-        if proof is not None and out:
-            proof = EndProof(gone=proof.gone, evidence=f"{out}; {proof.evidence}")
+        """Another incarnation answers in its place: the old one is fenced, then the new one joins."""
+        held: Slot | None = slot
+        if slot.incarnation and slot.state not in (S.FENCED, S.GONE):
+            held = await self.fence(slot, f"another incarnation answers at {identity.url}")
+        if held is None or (held.incarnation and self.launcher(slot).starts):
+            return  # its launcher starts another, in a place of its own
         reason = "traffic after the next push" if slot.incarnation else "answers for the first time"
-        if await self.write(slot, arrival(slot, slot.name, identity, slot.launcher, reason, proof)):
+        if await self.write(held, arrival(held, held.name, identity, held.launcher, reason)):
             self.watches.pop(slot.name, None)
 
     async def suspect(self, slot: Slot, reason: str) -> Slot | None:
@@ -330,7 +331,7 @@ class Keeper:
             if proof.gone or watch.misses >= self.options.fence_after:
                 await self.fence(slot, f"{watch.misses} misses in a row: {seen.reason}")
 
-    async def fence(self, slot: Slot, reason: str) -> None:
+    async def fence(self, slot: Slot, reason: str) -> Slot | None:
         """suspect -> fenced -> gone: out of the gateway, ended, proven; unproven it stays fenced for a person."""
         held: Slot | None = slot
         if slot.state is not S.SUSPECT:
@@ -338,20 +339,20 @@ class Keeper:
         elif slot.owner != self.me:
             held = await self.write(slot, walk(slot, [S.SUSPECT], reason, holds=True))
         if held is None:
-            return
+            return None
         out = await self.out_of_gateway(held.url)
         held = await self.write(held, walk(held, [S.FENCED], reason, evidence=out, holds=True))
-        if held is not None:
-            await self.bury(held, await self.ended(held), out)
+        return None if held is None else await self.bury(held, await self.ended(held), out)
 
-    async def bury(self, slot: Slot, proof: EndProof, out: str = "") -> None:
+    async def bury(self, slot: Slot, proof: EndProof, out: str = "") -> Slot | None:
         """fenced -> gone with the proof, or fenced with what is missing, given back so that a person may confirm."""
         evidence = "; ".join(part for part in (out, proof.evidence) if part)
         told = f"{evidence}; not proven gone, then: rl360 fleet confirm-gone {slot.name} --reason '...'"
         if proof.gone:
-            await self.write(slot, walk(slot, [S.GONE], slot.reason, evidence=evidence))
-        elif slot.owner is not None or slot.evidence != told:
-            await self.write(slot, walk(slot, [S.FENCED], slot.reason, evidence=told))
+            return await self.write(slot, walk(slot, [S.GONE], slot.reason, evidence=evidence))
+        if slot.owner is not None or slot.evidence != told:
+            return await self.write(slot, walk(slot, [S.FENCED], slot.reason, evidence=told))
+        return slot
 
     async def finish(self, slot: Slot, seen: health.Seen) -> None:
         """fenced: ended when its keeper died over it, looked at again when its end was not proven, or replaced."""
@@ -387,7 +388,18 @@ class Keeper:
             "evidence": "",
         }
         url = slot.url if slot.launcher == "local" else ""
-        await self.write(slot, [change(slot, S.JOINING, f"replaces what is gone: {slot.reason}", url=url, **fresh)])
+        await self.write(
+            slot,
+            [
+                change(
+                    slot,
+                    S.JOINING,
+                    f"replaces incarnation {slot.incarnation or 'that never answered'}",
+                    url=url,
+                    **fresh,
+                )
+            ],
+        )
 
     async def starting(self, slot: Slot) -> None:
         """joining, never seen: have it started, find its URL, give up after `start_s`."""
@@ -405,7 +417,7 @@ class Keeper:
             return
         proof = await self.proof(slot)
         if proof.gone:
-            await self.fence(slot, f"ended before it answered: {proof.evidence}")
+            await self.fence(slot, "ended before it answered")
         elif time.time() - slot.since > self.options.start_s:
             await self.fence(slot, f"did not answer within {self.options.start_s:g} s of its start")
         elif not slot.url:
