@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
     bench.command("sessions", epilog="Example: rl360 bench sessions --rows merge_pipeline_ms,turn61_vs_turn2")(sessions)
     bench.command("objective", epilog="Example: rl360 bench objective --rows advantages_ms")(objective)
     bench.command("faults", epilog="Example: rl360 bench faults --seeds 2 --steps 6")(faults)
+    bench.command("push", epilog="Example: rl360 bench push --rows calls_direct,calls_broadcast")(push)
     app.add_typer(bench, name="bench")
 
 
@@ -50,6 +51,21 @@ def objective(
 ) -> None:
     """Advantages, packing and the trainer's step beside their plain versions. Exit 1 when a row misses."""
     from rl360.bench.objective import chosen, measure
+    from rl360.bench.rows import Options
+
+    _print(measure(chosen(rows), Options(quick=quick, say=_say)), as_json)
+
+
+def push(
+    rows: Annotated[str | None, typer.Option(help="Only these rows, joined by commas (default: all).")] = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+) -> None:
+    """Weight pushes: calls at the 375B shape, delta files, and three real engines of which one is replaced.
+
+    Exit 1 when a row misses.
+    """
+    from rl360.bench.push import chosen, measure
     from rl360.bench.rows import Options
 
     _print(measure(chosen(rows), Options(quick=quick, say=_say)), as_json)

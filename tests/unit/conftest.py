@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 LONGEST = (
+    "test_push_schedules",
+    "test_push_points",
     "test_weights_push",
+    "test_push_set_changes",
     "test_sessions_hostile",
     "test_sessions_load",
     "test_families_check",

@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "/init_weights_update_group": (*_ANY, "lie", "no"),
     "/destroy_weights_update_group": (*_ANY, "no"),
     "/begin_weight_update": (*_ANY, "lie", "no"),
-    "/end_weight_update": (*_ANY, "lie", "no"),
+    "/end_weight_update": (*_ANY, "no"),
     "/update_weights_from_distributed": (*_ANY, "lie", "no"),
     "/rl360/admit": _ANY,
 }
@@ -69,7 +69,7 @@ class Schedule:
             if not isinstance(first, PushRecord):
                 world.violate(f"the first push failed: {first!r}")
                 return world
-            for step in range(1, 1 + rng.randint(1, 3)):
+            for step in range(1, 1 + rng.randint(1, 2)):
                 world.arm()
                 more: dict[str, int] = {}
                 for _ in range(rng.randint(1, 3)):
@@ -82,6 +82,7 @@ class Schedule:
             for _ in range(3):  # what was stuck in the dark comes out one after the other
                 if isinstance(last, CleanupUnconfirmed):
                     self.bury()
+                    await self.mend()
                     last = await world.push_until_done(9, deadline_s=MEND_DEADLINE_S)
             await self.check_mended(first, last)
         return world
