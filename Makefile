@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 
 export HF_HUB_OFFLINE = 1
 export DO_NOT_TRACK = 1
+# Hundreds of processes are started: without byte code each would compile all it imports anew, 3 to 15 s of a core.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-fast lint fmt down clean
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -283,3 +286,43 @@ def test_the_hook_rewrites_device_names_only() -> None:
     assert names["t"] == "torch.FloatTensor"
     assert "_rl360_cuda" in ast.unparse(cpu_hook._ToCpu().visit(ast.parse("torch.cuda.Event()")))
     assert torch.cuda.device_count.__module__.startswith("torch")
+
+
+def test_byte_code_of_a_rewritten_module_is_kept_until_its_source_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "of_cuda.py"
+    rewritten: list[str] = []
+    rewrite = cpu_hook.rewrite
+    monkeypatch.setattr(cpu_hook, "rewrite", lambda *args: rewritten.append(args[0]) or rewrite(*args))
+
+    def device(source: str) -> Any:
+        if not path.exists() or path.read_text() != source:
+            path.write_text(source)
+        names = {"_rl360_cuda": cpu_hook._CpuCuda(), "torch": torch}
+        exec(cpu_hook._Loader("of_cuda", str(path), names["_rl360_cuda"]).get_code("of_cuda"), names)
+        return names["device"]
+
+    one, other = "import torch\ndevice = torch.cuda.current_device()\n", "import torch\ndevice = 'no cuda'\n"
+    assert device(one) == device(one) == torch.device("cpu")
+    assert rewritten == [one], "compiled once, then read"
+    (kept,) = (tmp_path / "__pycache__").iterdir()
+    assert cpu_hook._DIGEST in kept.name, "Python itself and another rewrite do not take it for theirs"
+    assert device(other) == "no cuda" and rewritten == [one, other]
+    kept.write_bytes(b"of another Python")
+    assert device(other) == "no cuda" and rewritten == [one, other, other]
+
+
+def test_a_module_that_names_no_device_shares_pythons_byte_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "plain.py"
+    path.write_text("answer = 42\n")
+    names: dict[str, Any] = {}
+    exec(cpu_hook._Loader("plain", str(path), cpu_hook._CpuCuda()).get_code("plain"), names)
+    assert names["answer"] == 42
+    assert [each.name for each in (tmp_path / "__pycache__").iterdir()] == [
+        Path(importlib.util.cache_from_source(str(path))).name
+    ]

@@ -12,10 +12,13 @@ import ast
 import contextlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 import warnings
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ import torch
 from rl360.errors import BadInput
 
 _NAMESPACE = "_rl360_cuda"
+_DIGEST = sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 _FLOAT_TENSOR_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 
 
@@ -96,15 +100,27 @@ def rewrite(source: str, path: str) -> types.CodeType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
+    """Byte code of a rewritten module is kept beside Python's own, under a name that holds the digest of this file."""
+
     def __init__(self, fullname: str, path: str, namespace: types.ModuleType) -> None:
         super().__init__(fullname, path)
         self._namespace = namespace
+        self._rewritten = b"cuda" in self.get_data(path)  # the others share Python's byte code, as they are the same
 
-    def get_code(self, fullname: str) -> types.CodeType | None:
-        source = self.get_source(fullname)
-        if source is None or "cuda" not in source:
-            return super().get_code(fullname)  # untouched modules keep their cached byte code
-        return rewrite(source, self.path)
+    def source_to_code(self, data: Any, path: Any) -> types.CodeType:  # type: ignore[override]
+        if not self._rewritten:
+            return super().source_to_code(data, path)
+        return rewrite(importlib.util.decode_source(data), path)
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(self._kept_at(path))
+
+    def set_data(self, path: str, data: Any, **mode: Any) -> None:
+        super().set_data(self._kept_at(path), data, **mode)
+
+    def _kept_at(self, path: str) -> str:
+        kept = path != self.path and self._rewritten  # the one other path that importlib asks for
+        return path.removesuffix(".pyc") + f".rl360-{_DIGEST}.pyc" if kept else path
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__[_NAMESPACE] = self._namespace
