@@ -1,15 +1,17 @@
-"""Run by torchrun in test_training_layouts: three steps of a replica under a layout, then the weights and moments to a
-file. Each data-parallel rank must have read the samples it trains and no others, and the witness must see a gradient in
-every position that trains, whichever ranks hold it.
+"""Run by torchrun in test_training_layouts: of each case three steps of a replica under a layout, then the weights and
+moments to a file. Each data-parallel rank must have read the samples it trains and no others, and the witness must see
+a gradient in every position that trains, whichever ranks hold it.
 
-argv: model directory, output folder, name, tp, pp, ep, sequence parallel (0 or 1), checkpoint to start from or "-",
-routing: "own", "replay" of experts drawn at random, "recompute" (replay, and every layer's forward runs twice), number
-of samples a step, objective (a key of OBJECTIVES)
+argv: the folder that holds models, results and `cases.json`: the cases of test_training_layouts, each with its name and
+that of the case to start from, or null. Routing is "own", "replay" of experts drawn at random, or "recompute" (replay,
+and every layer's forward runs twice); objective a key of OBJECTIVES.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -36,26 +38,40 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    model, out, name, tp, pp, ep, sp, start, routing, count, objective = sys.argv[1:]
+    folder = Path(sys.argv[1])
+    shared = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # torchrun's holds what the groups of the case before left
+    for case in json.loads((folder / "cases.json").read_text()):
+        if os.environ["RANK"] == "0":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                shared.set(case["name"], str(free.getsockname()[1]))
+        os.environ["MASTER_PORT"] = shared.get(case["name"]).decode()
+        layout = Layout(case["tp"], case["pp"], case["ep"], sequence_parallel=case["sp"])
+        parallel.enter(layout)
+        _train(folder, layout, case)
+        parallel.leave()
+
+
+def _train(folder: Path, layout: Layout, case: dict[str, Any]) -> None:
+    model, name, count = folder / case["model"], case["name"], case["count"]
+    objective, routing = case["objective"], case["routing"]
     kept = objective == "kl"
-    layout = Layout(int(tp), int(pp), int(ep), sequence_parallel=sp == "1")
-    parallel.enter(layout)
     store = MemoryStore()
     trainer = {"lr": 1e-3, "max_tokens_per_micro_batch": MAX_TOKENS, "routing_replay": routing != "own"}
     trainer |= {"witness": objective != "critic"} | ({"kept_versions": 2} if kept else {})
     fields = {"run": "r1", "rollout": {"max_seq_len": MAX_TOKENS}, "trainer": trainer}
-    reference = {"reference": str(Path(model).with_name("reference"))} if "kl_coef" in OBJECTIVES[objective] else {}
+    reference = {"reference": str(folder / "reference")} if "kl_coef" in OBJECTIVES[objective] else {}
     config = RunConfig.parse(fields | {"objective": OBJECTIVES[objective] | reference})
     replica = Replica(cast(Any, store), layout, name)
-    replica.execute(OpenRun("r1", config.to_json(), model, None, ()))
+    replica.execute(OpenRun("r1", config.to_json(), str(model), None, ()))
     policy = replica.policy
     assert policy is not None
     if routing == "recompute":
         core = policy.core.config
         core.recompute_granularity, core.recompute_method, core.recompute_num_layers = "full", "uniform", 1
     first = 0
-    if start != "-":
-        held = load_file(start)
+    if case["start"] is not None:
+        held = load_file(folder / f"{case['start']}.safetensors")
         sets = {
             kind: {key.split("/", 1)[1]: value for key, value in held.items() if key.startswith(kind + "/")}
             for kind in ("weights", "exp_avg", "exp_avg_sq")
@@ -64,16 +80,16 @@ def main() -> None:
         first = STEPS
     told = []
     for step in range(first, first + STEPS):
-        samples = samples_of(step, int(count))
+        samples = samples_of(step, count)
         samples = [sampled_by(row, step, max(0, step - 1)) for row in samples] if kept else samples
         samples = samples if routing == "own" else [routed(row) for row in samples]
         body = put_batch(store, "r1", step, samples, scored=objective == "reward")
         store.read.clear()
         result = cast(TrainResult, replica.execute(TrainStep(step, body["batch_key"], body["batch_digest"])))
         assert result.status is StepStatus.TRAINED
-        assert result.trained_samples == int(count)
+        assert result.trained_samples == count
         seen = result.witness
-        assert (seen is None) == (objective == "critic") and (seen is None or seen.samples == int(count))
+        assert (seen is None) == (objective == "critic") and (seen is None or seen.samples == count)
         # against kept actors the clip takes the gradient of some tokens to 0
         lit = result.trained_tokens if seen is None else seen.tokens
         assert lit <= result.trained_tokens and (kept or lit == result.trained_tokens)
@@ -84,14 +100,13 @@ def main() -> None:
         if objective == "critic":
             assert result.value_clip_fraction, "several updates of the critic: its clip has something to hold"
             told[-1] |= {name: getattr(result, name) for name in ("value_loss", "explained_variance")}
-        _refuse_wrong_share([key for key in store.read if "/merged/" in key], int(count))
+        _refuse_wrong_share([key for key in store.read if "/merged/" in key], count)
     tensors = {f"weights/{key}": value for key, value in policy.weights().items()}
     for kind, values in (policy.moments() | ({} if replica.critic is None else replica.critic.sets())).items():
         tensors |= {f"{kind}/{key}": value for key, value in values.items()}
     if torch.distributed.get_rank() == 0:
-        save_file(tensors, Path(out) / f"{name}.safetensors")
-        (Path(out) / f"{name}.json").write_text(json.dumps(told))
-    parallel.leave()
+        save_file(tensors, folder / f"{name}.safetensors")
+        (folder / f"{name}.json").write_text(json.dumps(told))
 
 
 def _refuse_wrong_share(read: list[str], count: int) -> None:
