@@ -39,18 +39,20 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def process(argv: list[str], ready_url: str, log: Path, env: dict[str, str] | None = None) -> Iterator[int]:
+def process(
+    argv: list[str], ready_url: str, log: Path, env: dict[str, str] | None = None, ready_s: float = READY_S
+) -> Iterator[int]:
     """Run a server until it answers 200 at `ready_url`; its pid. Ended, and its end awaited, at the exit."""
     with log.open("wb") as output:
         running = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
         try:
-            deadline = time.monotonic() + READY_S
+            deadline = time.monotonic() + ready_s
             while True:
                 with contextlib.suppress(httpx.HTTPError):
                     if httpx.get(ready_url, timeout=2).status_code == 200:
                         break
                 assert running.poll() is None, f"{argv[0]} ended: {log.read_text()[-1000:]}"
-                assert time.monotonic() < deadline, f"{argv[0]} not ready in {READY_S} s: {log.read_text()[-1000:]}"
+                assert time.monotonic() < deadline, f"{argv[0]} not ready in {ready_s} s: {log.read_text()[-1000:]}"
                 time.sleep(0.1)
             yield running.pid
         finally:

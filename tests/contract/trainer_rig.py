@@ -124,9 +124,9 @@ class Wire:
 class Rig:
     """Everything up; `close` ends what was started."""
 
-    def __init__(self, folder: Path, ranks: int = 1) -> None:
-        self.folder, self.ranks = folder, ranks
-        self.model = write_model(folder / "model")
+    def __init__(self, folder: Path, ranks: int = 1, experts: int = 0, options: tuple[str, ...] = ()) -> None:
+        self.folder, self.ranks, self.options = folder, ranks, options
+        self.model = write_model(folder / "model", experts=experts)
         s3, master, volume, filer, admin = free_ports(5)
         environment = {**os.environ, "AWS_ACCESS_KEY_ID": KEYS[0], "AWS_SECRET_ACCESS_KEY": KEYS[1]}
         (folder / "s3").mkdir()
@@ -193,6 +193,7 @@ class Rig:
         command = [sys.executable, "-m", "rl360.training.torchrun", "--nnodes", "1", "--max-restarts", "0"]
         command += ["--nproc-per-node", str(self.ranks), "--master-addr", "127.0.0.1"]
         command += ["--master-port", str(self.rendezvous), "-m", "rl360.training.service", "--port", str(self.port)]
+        command += self.options
         with (self.folder / "trainer.log").open("ab") as log:
             self.trainer = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         until = time.monotonic() + READY_S

@@ -23,6 +23,8 @@ PRODUCT = ("rl360", "flows", "tasks", "infra")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # installed apart, because their metadata pins a CUDA stack (see docs/dependencies.md), or stood in for
 APART = {"sglang", "sgl-kernel", "torchvision"}
+# imported on first use, each by one module that says which extra it needs
+OPTIONAL = {"mooncake": ("mooncake-transfer-engine", "rdma", "rl360/weights/transports/rdma.py")}
 
 
 def lock(name: str) -> dict[str, str]:
@@ -91,6 +93,11 @@ def test_every_import_of_the_product_is_declared() -> None:
     missing = {}
     for name, users in imported().items():
         if name in sys.stdlib_module_names or name in PRODUCT:
+            continue
+        if name in OPTIONAL:
+            package, extra, module = OPTIONAL[name]
+            assert users == {module} and f"rl360[{extra}]" in (ROOT / module).read_text()
+            assert package in {Requirement(item).name for item in PROJECT["project"]["optional-dependencies"][extra]}
             continue
         packages = {canonicalize_name(item) for item in owners.get(name, [name])}
         if not packages & (declared().keys() | APART):

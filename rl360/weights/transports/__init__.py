@@ -41,14 +41,16 @@ class Sender(Protocol):
 
 class Senders:
     """`address` is where engines reach this process. `deliver` carries out point-to-point errands on all trainer ranks;
-    left out, this process is the only one that sends."""
+    left out, this process is the only one that sends, over `wire` when the transport is p2p."""
 
     def __init__(
         self,
         address: str = "127.0.0.1",
         deliver: Callable[[Errand, Mapping[str, torch.Tensor]], dict[int, Delivered]] | None = None,
+        wire: str = "gloo",
     ) -> None:
-        self.address, self.deliver = address, deliver
+        self.address, self.wire = address, wire
+        self._deliver, self._lanes = deliver, None if deliver else open_lanes(address, wire)
         self._turn: Any = None
         self._open: dict[str, Sender] = {}
 
@@ -64,6 +66,8 @@ class Senders:
         """Leave all groups."""
         for sender in self._open.values():
             sender.close()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def _sender(self, transport: Transport) -> Sender:
         module, name = _MODULES[transport]
@@ -72,8 +76,8 @@ class Senders:
 
             self._turn = self._turn or Turn()
             made = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            more = {} if self.deliver is None or transport is Transport.BROADCAST else {"deliver": self.deliver}
-            self._open[name] = made(self.address, self._turn, **more)
+            deliver = self._deliver or (self._lanes and self._lanes.deliver)
+            self._open[name] = made(self.address, self._turn, deliver)
         return self._open[name]
 
 

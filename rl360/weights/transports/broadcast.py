@@ -15,17 +15,15 @@ from functools import partial
 from rl360.engines.client import EngineClient, open_http
 from rl360.weights.messages import Bucket, PushPlan, TensorSpec, TransferReport
 from rl360.weights.transports import common
-from rl360.weights.transports.common import Engine, Group, Loop, Tensors, TransferStopped, Turn
+from rl360.weights.transports.common import Engine, Loop, Tensors, TransferStopped, Turn
 
 
 class BroadcastTransport:
-    """Owns the group between pushes. `address` is where engines reach this process."""
+    """`address` is where engines reach this process, `turn` keeps the group between pushes; `deliver` is not used."""
 
-    def __init__(self, address: str = "127.0.0.1", turn: Turn | None = None) -> None:
+    def __init__(self, address: str = "127.0.0.1", turn: Turn | None = None, deliver: object = None) -> None:
         self.address = address
         self.turn = turn or Turn()
-        self._group: Group | None = None
-        self._left: set[str] = set()  # groups this side left and engines may still hold
 
     def prepare(self, plan: PushPlan, tensors: Tensors) -> None:
         """Refuse what `transfer` would refuse."""
@@ -39,25 +37,21 @@ class BroadcastTransport:
 
     def close(self) -> None:
         """Leave the group."""
-        self._drop_group()
+        self.turn.drop_group()
 
     def _check(self, plan: PushPlan, tensors: Tensors) -> None:
         common.check_tensors_held(plan.tensors, tensors)
-
-    def _drop_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            self._left.add(group.name)
-            group.leave()
 
     def _transfer(self, plan: PushPlan, tensors: Tensors, loop: Loop, *, may_reuse: bool) -> TransferReport:
         began = time.monotonic()
         http = open_http()
         engines = [
-            Engine(EngineClient(engine.url, http, plan.call_deadline_s, plan.engine_set.epoch), rank)
-            for rank, engine in enumerate(plan.engine_set.engines, start=1)
+            Engine(
+                EngineClient(engine.url, http, plan.call_deadline_s, plan.engine_set.epoch), index * plan.layout.tp + 1
+            )
+            for index, engine in enumerate(plan.engine_set.engines)
         ]
-        reused = may_reuse and self._group is not None and self._group.name == plan.group_name
+        reused = may_reuse and self.turn.group is not None and self.turn.group.name == plan.group_name
         sent_bytes, error, sent = 0, "", False
         try:
             if not reused:
@@ -75,7 +69,7 @@ class BroadcastTransport:
             error = str(stopped)
         finally:
             if not sent:
-                self._drop_group()
+                self.turn.drop_group()
             loop.start(http.aclose()).result(timeout=10)
         reports = [engine.report() for engine in engines]
         return common.report_of(plan, reports, began=began, sent_bytes=sent_bytes, reused=reused, error=error)
@@ -86,12 +80,12 @@ class BroadcastTransport:
 
     def _build_group(self, plan: PushPlan, engines: list[Engine], loop: Loop, backend: str) -> None:
         """Leave every older group, then meet the engines in a new one."""
-        self._drop_group()
-        old = self._left | {*plan.stale_groups, plan.group_name}
+        self.turn.drop_group()
+        old = self.turn.left | {*plan.stale_groups, plan.group_name}
         for name in sorted(old):
             self._everywhere(engines, loop, partial(common.leave_group, name=name), plan.call_deadline_s)
-        self._left.clear()
-        world_size = len(engines) + 1
+        self.turn.left.clear()
+        world_size = len(engines) * plan.layout.tp + 1  # SGLang adds an engine's own rank to the one that it is told
         store = common.listen(self.address, plan.call_deadline_s)
 
         def join(engine: Engine) -> Awaitable[object]:
@@ -107,12 +101,11 @@ class BroadcastTransport:
 
         calls = [loop.start(common.recorded(engine, common.control(engine, join(engine)))) for engine in engines]
         try:
-            pg = common.connect(plan.group_name, store, world_size, plan.call_deadline_s, backend)
+            self.turn.group = common.connect(plan.group_name, store, world_size, plan.call_deadline_s, backend)
         except RuntimeError as error:  # torch's DistError family: a member did not come in time
             del store
             self._settle(calls, engines, plan.call_deadline_s)
             raise TransferStopped(f"the group did not meet: {common.first_line(error)}") from None
-        self._group = Group(plan.group_name, pg, store)
         self._settle(calls, engines, plan.call_deadline_s)
         self._stop_on_error(engines, "joining the group")
 
@@ -126,7 +119,7 @@ class BroadcastTransport:
         loop: Loop,
     ) -> None:
         """One bucket: the engines' calls and the broadcast, side by side, until all are done or one failed."""
-        assert self._group is not None
+        assert self.turn.group is not None
         payload = common.flatten(bucket, tensors)
         until = time.monotonic() + plan.call_deadline_s
 
@@ -137,7 +130,7 @@ class BroadcastTransport:
         calls = [loop.start(common.recorded(engine, common.carrying(engine, receive(engine)))) for engine in engines]
         problem = ""
         try:
-            work = common.start_broadcast(self._group, payload)
+            work = self.turn.group.broadcast(payload)
             while not (work.is_completed() and all(call.done() for call in calls)):
                 broken = any(call.done() and call.exception() for call in calls)
                 if broken or any(engine.error for engine in engines) or time.monotonic() > until:
@@ -150,7 +143,7 @@ class BroadcastTransport:
             problem = f"broadcast: {common.first_line(error)}"
         if problem:
             first = {engine.rank for engine in engines if engine.error}
-            self._drop_group()
+            self.turn.drop_group()
             # those that only waited for the broken broadcast answer now; give them a moment, and no more
             self._settle(calls, engines, min(5.0, plan.call_deadline_s))
             for engine in engines:

@@ -7,6 +7,7 @@ named by UUID as SGLang does; that branch was not run on a GPU. Engines on other
 
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
 from multiprocessing.reduction import ForkingPickler
@@ -47,9 +48,9 @@ class SharedMemoryWire:
     async def send(self, lane: Lane, bucket: Bucket) -> None:
         """One call; it answers when the engine has copied the tensors into its own."""
         check_tensors(bucket.tensors, lane.parcels.known)  # before memory is shared that nobody would open
-        flat = lane.parcels.flat(bucket)
         update = lane.engine.client.update_from_tensor
-        handle = handle_of(bucket, flat)
+        flat = await asyncio.to_thread(lane.parcels.flat, bucket)  # held until the engine has answered
+        handle = await asyncio.to_thread(handle_of, bucket, flat)
         await common.carrying(lane.engine, update(bucket.tensors, lane.parcels.known, handle, lane.deadline_s))
 
     def drop(self, lane: Lane) -> None:

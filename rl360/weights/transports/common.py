@@ -9,7 +9,10 @@ error is the sender's own: it is raised, and no engine is blamed for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -31,22 +35,54 @@ POLL_S = 0.002
 Tensors = Mapping[str, torch.Tensor]
 
 
+Address = tuple[str, int]  # IP, port
+
+
 @dataclass
 class Group:
-    """A live process group in which this process is rank 0. Dropping both members closes the sockets."""
+    """A live process group in which this process is rank 0. `members`: gloo's listeners by rank, empty if not known.
+
+    gloo's own `abort` does nothing, and to destroy a group waits, with the interpreter locked, until its last send is
+    over. So to leave means: shut the connections, which ends the send, and keep the group until that is seen.
+    """
 
     name: str
     pg: Any
     store: Any
+    members: tuple[Address, ...] = ()
+    work: Any = None
+
+    def broadcast(self, payload: torch.Tensor) -> Any:
+        """Begin to send `payload` to all other members; the work to poll and to wait for."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self.work = self.pg.broadcast([payload], options)
+        return self.work
 
     def leave(self) -> None:
         """Close the connections at once: who waits in the group, here or in an engine, gets an error and goes on."""
-        self.pg.abort()
+        if not self.members:
+            self.pg.abort()
+        for row in psutil.Process().net_connections("tcp") if self.members else ():
+            accepted = row.laddr.port == self.members[0][1] and row.status != psutil.CONN_LISTEN
+            if row.fd >= 0 and (accepted or tuple(row.raddr) in self.members[1:]):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(row.fd)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+        _left.append(self)
+        bury()
+
+
+_left: list[Group] = []
+
+
+def bury() -> None:
+    """Destroy the groups that were left and send no more."""
+    _left[:] = [group for group in _left if group.work is not None and not group.work.is_completed()]
 
 
 @dataclass
 class Engine:
-    """One receiver during one transfer."""
+    """One receiver during one transfer. `rank`: in the group, of the engine's first rank."""
 
     client: EngineClient
     rank: int = 1
@@ -83,7 +119,7 @@ class TransferStopped(Exception):
 class Loop:
     """An event loop in a thread, so that HTTP calls run while another thread is inside a send."""
 
-    threads: int = 1
+    threads: int = 8
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __enter__(self) -> Loop:
@@ -103,11 +139,20 @@ class Loop:
 
 
 class Turn:
-    """Who may send from this process: one transfer at a time, and no plan of an older epoch than one already seen."""
+    """What the transports of this process share: one transfer at a time, no plan of an older epoch than one already
+    seen, and the group with all engines: a name means one group, whichever transport met in it."""
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.group: Group | None = None
+        self.left: set[str] = set()  # groups this side left and engines may still hold
         self._lock = threading.Lock()
+
+    def drop_group(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            self.left.add(group.name)
+            group.leave()
 
     @contextmanager
     def taken(self, plan: PushPlan) -> Iterator[bool]:
@@ -167,22 +212,39 @@ def backend_of(tensors: Tensors) -> str:
     return "nccl" if kinds == {"cuda"} else "gloo"
 
 
-def connect(name: str, store: Any, world_size: int, timeout_s: float, backend: str) -> Any:
-    """Rank 0's backend, with the store prefixes that torch's `_new_process_group_helper` gives SGLang's side."""
+def connect(name: str, store: Any, world_size: int, timeout_s: float, backend: str) -> Group:
+    """Rank 0's side on the store's host, with the prefixes that torch's `_new_process_group_helper` gives SGLang's."""
+    bury()
     device = "cuda" if backend == "nccl" else "cpu"
     prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(prefixed, 0, world_size, timedelta(seconds=timeout_s))
-    options = dist.ProcessGroupNCCL.Options()
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return Group(name, dist.ProcessGroupNCCL(prefixed, 0, world_size, options), store)
+    options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(prefixed, 0, world_size, options)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=store.host)]
+    pg = dist.ProcessGroupGloo(prefixed, 0, world_size, options)
+    return Group(name, pg, store, _members([prefixed.get(f"0/{rank}") for rank in range(world_size)]))
 
 
-def start_broadcast(group: Group, payload: torch.Tensor) -> Any:
-    """Begin to send `payload` to all other members; the work to poll and to wait for."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    return group.pg.broadcast([payload], options)
+def _members(told: list[bytes]) -> tuple[Address, ...]:
+    """Where the members' gloo devices listen, from what they told each other: a `sockaddr` behind a head whose length
+    is found by our own port. Empty when it is not there: the group can be left all the same, only later."""
+    rows = psutil.Process().net_connections("tcp")
+    ports = {row.laddr.port for row in rows if row.status == psutil.CONN_LISTEN}
+    at = next((at for at in range(len(told[0]) - 8) if (_address(told[0], at) or ("", 0))[1] in ports), None)
+    found = [] if at is None else [_address(each, at) for each in told]
+    return tuple(each for each in found if each) if all(found) else ()
+
+
+def _address(told: bytes, at: int) -> Address | None:
+    family, port = int.from_bytes(told[at : at + 2], sys.byteorder), int.from_bytes(told[at + 2 : at + 4], "big")
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, told[at + 4 : at + 8]), port
+    if family == socket.AF_INET6 and len(told) >= at + 24:
+        return socket.inet_ntop(socket.AF_INET6, told[at + 8 : at + 24]), port
+    return None
 
 
 def flatten(bucket: Bucket, tensors: Tensors) -> torch.Tensor:

@@ -11,21 +11,16 @@ from rl360.weights.messages import PushPlan
 from rl360.weights.transports import lanes
 from rl360.weights.transports.broadcast import BroadcastTransport
 from rl360.weights.transports.common import Engine, Tensors, TransferStopped, Turn
-from rl360.weights.transports.lanes import Errand, Lanes
+from rl360.weights.transports.lanes import Errand
 from rl360.weights.transports.p2p import Deliver, report_for
 
 
 class DirectExpertsTransport(BroadcastTransport):
-    """`deliver` has all source ranks carry out an errand; left out, this process is the only source."""
+    """`deliver` has all source ranks carry out an errand."""
 
-    def __init__(self, address: str = "127.0.0.1", turn: Turn | None = None, deliver: Deliver | None = None) -> None:
+    def __init__(self, address: str, turn: Turn, deliver: Deliver) -> None:
         super().__init__(address, turn)
-        self._own = Lanes(address)
-        self._deliver = deliver or self._own.deliver
-
-    def close(self) -> None:
-        super().close()
-        self._own.close()
+        self._deliver = deliver
 
     def _check(self, plan: PushPlan, tensors: Tensors) -> None:
         super()._check(plan, tensors)

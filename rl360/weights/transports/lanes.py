@@ -7,6 +7,7 @@ by the plan's `call_deadline_s`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import wait
@@ -112,13 +113,15 @@ class Parcels:
         self.tensors = tensors
         self.known: dict[str, TensorSpec] = {}
         self._flat: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
-        """uint8 [size_bytes]. The plan keeps its buckets alive, so an id means one bucket."""
-        found = self._flat.get(id(bucket))
-        if found is None:
-            found = self._flat[id(bucket)] = common.flatten(bucket, self.tensors)
-        return found
+        """uint8 [size_bytes]; call it in a thread. The plan keeps its buckets alive, so an id means one bucket."""
+        with self._lock:
+            found = self._flat.get(id(bucket))
+            if found is None:
+                found = self._flat[id(bucket)] = common.flatten(bucket, self.tensors)
+            return found
 
 
 class Lanes:
@@ -155,11 +158,12 @@ class Lanes:
     def deliver(self, errand: Errand, tensors: Tensors, source: int = 0) -> dict[int, Delivered]:
         """Carry out this rank's deliveries; what became of each engine, by its index in the plan's set."""
         deliveries = self.check(errand, source, tensors)
-        for name, held in self._wires.items():
-            held.keep_only({d.group_name for d in deliveries} if name == self._wire_name(errand) else set())
-        if not deliveries:
+        if not deliveries and self._wire_name(errand) not in self._wires:
             return {}
         wire = self._wire(errand)
+        wire.keep_only({delivery.group_name for delivery in deliveries})
+        if not deliveries:
+            return {}
         parcels = Parcels(tensors)
         parcels.known = {tensor.name: tensor for tensor in errand.plan.tensors}
         http = open_http()
@@ -167,7 +171,7 @@ class Lanes:
         epoch, urls = plan.engine_set.epoch, [engine.url for engine in plan.engine_set.engines]
         clients = [EngineClient(urls[d.engine], http, plan.call_deadline_s, epoch) for d in deliveries]
         lanes = [Lane(Engine(client), d, errand, parcels) for client, d in zip(clients, deliveries, strict=True)]
-        with Loop(threads=2 * len(lanes)) as loop:
+        with Loop(threads=8 + 2 * len(lanes)) as loop:
             try:
                 self._run(lanes, wire, loop)
             finally:

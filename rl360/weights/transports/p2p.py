@@ -13,20 +13,17 @@ from collections.abc import Callable
 from rl360.weights.messages import EngineTransfer, PushPlan, TransferReport
 from rl360.weights.transports import common, lanes
 from rl360.weights.transports.common import Tensors, Turn
-from rl360.weights.transports.lanes import Delivered, Errand, Lanes
+from rl360.weights.transports.lanes import Delivered, Errand
 
 Deliver = Callable[[Errand, Tensors], dict[int, Delivered]]
 
 
 class P2PTransport:
-    """`deliver` has all source ranks carry out an errand; left out, this process is the only source."""
+    """`deliver` has all source ranks carry out an errand."""
 
-    def __init__(
-        self, address: str = "127.0.0.1", turn: Turn | None = None, deliver: Deliver | None = None, wire: str = "gloo"
-    ) -> None:
-        self.turn = turn or Turn()
-        self._own = Lanes(address, wire)
-        self._deliver = deliver or self._own.deliver
+    def __init__(self, address: str, turn: Turn, deliver: Deliver) -> None:
+        self.turn = turn
+        self._deliver = deliver
 
     def prepare(self, plan: PushPlan, tensors: Tensors) -> None:
         """Nothing: a plan is refused, when it must be, before anything of it is sent."""
@@ -48,7 +45,7 @@ class P2PTransport:
         )
 
     def close(self) -> None:
-        self._own.close()
+        """The groups are those of the lanes."""
 
 
 def report_for(found: dict[int, Delivered], index: int, url: str) -> EngineTransfer:

@@ -64,12 +64,12 @@ class PairWire:
             backend=backend,
             deadline_s=lane.deadline_s,
         )
-        pg = await _both(
+        pair: Group = await _both(
             common.control(engine, join),
             asyncio.to_thread(common.connect, name, store, 2, lane.deadline_s, backend),
             lane,
         )
-        self._pairs[name], self._urls[name] = Group(name, pg, store), engine.url
+        self._pairs[name], self._urls[name] = pair, engine.url
         return False
 
     async def send(self, lane: Lane, bucket: Bucket) -> None:
@@ -81,7 +81,7 @@ class PairWire:
         problem, work = "", None
         try:
             payload = await asyncio.to_thread(lane.parcels.flat, bucket)
-            work = common.start_broadcast(self._pairs[name], payload)
+            work = self._pairs[name].broadcast(payload)
             waited = False
             while not (waited and call.done()):
                 if work.is_completed() and not waited:
