@@ -57,8 +57,8 @@ def experts_kept(hidden: int, width: int, experts: int) -> dict[str, torch.Tenso
 
 def rank_keeps(hidden: int, heads: int, kv_heads: int, head_dim: int, width: int, vocab: int, experts: int) -> Kept:
     qkv = QKVParallelLinear(hidden, head_dim, heads, kv_heads, bias=False, parallel_group="attn_tp")
-    for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        qkv.weight.weight_loader(qkv.weight, numbered(count * head_dim, hidden), part)
+    for head, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        qkv.weight.weight_loader(qkv.weight, numbered(count * head_dim, hidden), head)
     q, k, v = qkv.weight.split([qkv.q_proj_shard_size, qkv.kv_proj_shard_size, qkv.v_proj_shard_size])
     o = RowParallelLinear(heads * head_dim, hidden, bias=False, parallel_group="attn_tp")
     o.weight.weight_loader(o.weight, numbered(hidden, heads * head_dim))
