@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 export HF_HUB_OFFLINE = 1
 export DO_NOT_TRACK = 1
-# Hundreds of processes are started: without byte code each would compile all it imports anew, 3 to 15 s of a core.
+# Hundreds of processes are started: without byte code each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-fast lint fmt down clean
@@ -25,11 +25,11 @@ setup:  ## make .venv and install everything; nothing to do when the lock files 
 demo: setup  ## services, a run of STEPS steps, its report
 	$(BIN)/rl360 demo --steps $(STEPS) --seed $(SEED)
 
-test: setup  ## unit and property tests, those of Megatron-core, then those with real services
+test: setup  ## unit and property tests, those of Megatron-core and the trainer, then those with real services
 	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not contract and not chaos" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/property -n 2 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/contract/test_training_*.py -n 2 --dist loadfile $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/contract tests/chaos --ignore-glob='*/test_training_*' --durations=40 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/contract/test_train*.py -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/contract tests/chaos --ignore-glob='*/test_train*' --durations=40 $(PYTEST_ARGS)
 
 test-fast: setup  ## unit and property tests only
 	$(BIN)/python -m pytest tests/unit tests/property -m "not contract and not chaos" $(PYTEST_ARGS)
