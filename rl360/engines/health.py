@@ -53,15 +53,28 @@ async def in_flight(url: str, http: httpx.AsyncClient, deadline_s: float) -> int
         return None
 
 
-async def generate(url: str, http: httpx.AsyncClient, ids: tuple[int, ...], vocabulary: int, deadline_s: float) -> str:
-    """What is wrong with one sampled token; empty when nothing is."""
+async def generate(
+    url: str,
+    http: httpx.AsyncClient,
+    ids: tuple[int, ...],
+    vocabulary: int,
+    deadline_s: float,
+    token: str | None = None,
+) -> str:
+    """What is wrong with one sampled token; empty when nothing is. `token`: of the deployment, for the engine's door;
+    `ServiceError` when that lets us not in, which says nothing about the engine."""
     if not ids or not all(0 <= item < vocabulary for item in ids):
         raise BadInput(f"probe ids {ids} are outside the vocabulary of {vocabulary}; the engine would die of them")
     body = {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     try:
-        reply = await http.post(f"{url}/generate", json=body, timeout=deadline_s)
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        reply = await http.post(f"{url}/generate", json=body, headers=headers, timeout=deadline_s)
     except httpx.HTTPError as error:
         return f"generated nothing within {deadline_s:g} s ({type(error).__name__})"
+    if reply.status_code in (401, 403):
+        raise ServiceError(
+            f"engine {url}: its door answers {reply.status_code} to the keeper; set RL360_TOKEN_FILE to its token"
+        )
     if reply.status_code != 200:
         return f"generation answered {reply.status_code}: {reply.text[:120].strip()}"
     try:

@@ -23,7 +23,7 @@ import httpx
 
 from rl360.config.services import Services
 from rl360.engines import health
-from rl360.engines.client import EngineClient
+from rl360.engines.client import EngineClient, deployment_token
 from rl360.engines.fleet import EngineIdentity, EngineState
 from rl360.engines.fleet_log import (
     KEEPERS,
@@ -102,6 +102,7 @@ class Keeper:
         self.me = f"keeper:{self.lease.token}"
         self.log = FleetLog(self.store)
         self.gateway = GatewayClient(self.services.gateway_url, self.http)
+        self.token = deployment_token()
         self.vocabulary = health.vocabulary_of(self.services.model_dir)
         self.watches: dict[str, Watch] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -290,7 +291,8 @@ class Keeper:
             return ""
         watch.asked_at = time.monotonic()
         ids = tuple(item % self.vocabulary for item in PROBE_IDS)
-        problem = await health.generate(slot.url, self.http, ids, self.vocabulary, self.options.generate_s)
+        token = None if slot.launcher == "external" else self.token
+        problem = await health.generate(slot.url, self.http, ids, self.vocabulary, self.options.generate_s, token)
         paused = bool(problem and await asyncio.to_thread(fence.open_intents, self.store))
         return "" if paused else problem
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fleet_fakes import OPTIONS, VOCABULARY, FleetWorld, KeptEngine
 
-from rl360.engines import members
+from rl360.engines import health, members
 from rl360.engines.fleet import EngineState
 from rl360.engines.fleet_log import EVENTS, FleetLog
 from rl360.engines.keeper import Keeper, KeepOptions
@@ -327,6 +328,29 @@ def test_an_engine_that_answers_but_cannot_generate_loses_its_traffic(world: Fle
     assert world.gateway.urls() == [world.engines[1].url]
 
 
+def test_a_door_that_lets_the_keeper_not_in_says_nothing_about_the_engine(world: FleetWorld) -> None:
+    world.serve()
+    world.engines[0].faults["/generate"] = lambda body: (401, {"error": "send Authorization"})
+    world.rounds(4)
+    assert world.state() is S.SERVING
+    assert "set RL360_TOKEN_FILE" in " ".join(world.said)
+
+
+def test_the_keeper_shows_the_deployments_token_at_the_door(world: FleetWorld) -> None:
+    seen: list[httpx.Headers] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers)
+        return httpx.Response(200, json={"output_ids": [3]})
+
+    async def ask() -> str:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+            return await health.generate("http://h:1", http, (1,), VOCABULARY, 1, "t" * 20)
+
+    assert asyncio.run(ask()) == ""
+    assert seen[0]["authorization"] == f"Bearer {'t' * 20}"
+
+
 def test_a_gateway_that_is_down_keeps_nobody_from_fencing(world: FleetWorld) -> None:
     world.serve()
     world.gateway.stop()
@@ -354,8 +378,6 @@ def test_run_goes_on_after_a_bad_round_and_stops_when_told(world: FleetWorld) ->
     beats: list[int] = []
 
     async def run() -> None:
-        import httpx
-
         async with httpx.AsyncClient() as http:
             keeper = Keeper(
                 world.store, world.services, dataclasses.replace(OPTIONS, every_s=0.05), http, world.said.append

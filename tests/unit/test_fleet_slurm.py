@@ -116,7 +116,12 @@ def test_the_script_is_shell_and_starts_one_engine_that_gets_its_arguments_whole
     srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
     argv = START.argv("0.0.0.0")
-    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "RL360_PYTHON": "/py"}
+    env = {
+        **os.environ,
+        "RL360_HOME": "/h",
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "RL360_PYTHON": "/py",
+    }
     done = subprocess.run(["bash", str(SCRIPT), *argv], env=env, capture_output=True, text=True, timeout=10, check=True)
     lines = done.stdout.splitlines()
     assert lines[:4] == ["--kill-on-bad-exit=1", "/py", "-m", "rl360.engines.launch"]

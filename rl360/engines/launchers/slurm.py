@@ -122,7 +122,7 @@ class SlurmLauncher:
     async def _run(self, argv: list[str], deadline_s: float, *, unknown_ok: bool = False) -> str:
         """What one of Slurm's programs prints. `unknown_ok`: that a job is unknown or over is an empty answer."""
         limit_s = min(CALL_S, deadline_s)
-        env = {**os.environ, "RL360_PYTHON": sys.executable, "LC_ALL": "C"}
+        env = {**os.environ, "RL360_HOME": str(self.home), "RL360_PYTHON": sys.executable, "LC_ALL": "C"}
         try:
             process = await asyncio.create_subprocess_exec(
                 *argv,
