@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from rl360.bench.delta import compare
 from rl360.engines.client import EngineClient, EngineRefused, open_http
 from rl360.engines.fleet import EngineIdentity, incarnation_of
+from rl360.engines.gateway import GatewayClient
 from rl360.weights.checksum import expected_checksums, tensor_specs
 from rl360.weights.delta import open_folder, open_tensors, write_version
 from rl360.weights.messages import EngineSet, PushPlan, TransferReport
@@ -145,7 +146,7 @@ def fleet(rig: Rig, versions: list[Tensors]) -> Iterator[Fleet]:
             patch.setenv(name, value)
         for index, url in enumerate(urls):
             argv = [*launch_argv(rig.model, url), "--door", "strict"]
-            stack.enter_context(process(argv, f"{url}/ping", rig.folder / f"engine-{index}.log", env))
+            stack.enter_context(process(argv, f"{url}/ping", rig.folder / f"engine-{index}.log", env, 400))
         made = Fleet(rig, urls, versions)
         yield made
         made.senders.close()
@@ -276,21 +277,43 @@ def test_requests_that_meet_a_push_wait_for_its_end(fleet: Fleet) -> None:
     fleet.everywhere(lambda c: c.admit(f"{RUN}:3"))
 
 
-@pytest.mark.parametrize("lr", [1e-3, 1e-5, 1e-6])
-def test_bytes_and_time_of_a_real_step(fleet: Fleet, tmp_path: Path, lr: float) -> None:
+def test_the_gateway_shows_the_token_that_its_caller_lacks(fleet: Fleet) -> None:
+    """An engine is registered with the token as its `api_key`: agents' requests carry none and get through."""
+    port, metrics = free_port(), free_port()
+    argv = [str(Path(sys.executable).parent / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--policy", "manual", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
+    argv += ["--disable-tokenizer-autoload", "--health-check-endpoint", "/ping", "--health-check-interval-secs", "1"]
+    url = f"http://127.0.0.1:{port}"
+    body = {"input_ids": [11, 12], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+
+    def status_through(token: str | None) -> int:
+        async def register() -> None:
+            async with open_http() as http:
+                await GatewayClient(url, http, token=token).add(fleet.urls[0], 30)
+
+        with process(argv, f"{url}/liveness", fleet.rig.folder / "gateway.log"):
+            asyncio.run(register())
+            return httpx.post(f"{url}/generate", json=body, timeout=60).status_code
+
+    assert status_through(TOKEN) == 200
+    assert status_through(None) == 401
+
+
+@pytest.mark.parametrize("lr", ["1e-3", "1e-5", "1e-6"])
+def test_bytes_and_time_of_a_real_step(rig: Rig, tmp_path: Path, lr: str) -> None:
     """What one step changes, by how far it goes. The figures are for who reads the log: the model is tiny."""
-    run = fleet.rig.new_run(f"step-{lr:g}", trainer={"lr": lr})
+    run = rig.new_run(f"lr-{lr}", trainer={"lr": float(lr)})
     folders = [tmp_path / name for name in ("before", "after")]
     for folder in folders:
         if folder.name == "after":
-            fleet.rig.train(run, 0)
-        reply = fleet.rig.ask("POST", f"/runs/{run}/export", {"dir": str(folder), "dtype": "bfloat16"})
+            rig.train(run, 0)
+        reply = rig.ask("POST", f"/runs/{run}/export", {"dir": str(folder), "dtype": "bfloat16"})
         assert reply.status_code == 200, reply.text
     base, new = map(open_tensors, folders)
-    costs = compare(fleet.rig.model, base, new, tmp_path)
-    print(f"\nlr {lr:g}: {costs}")
+    costs = compare(rig.model, base, new, tmp_path)
+    print(f"\nlr {lr}: {costs}")
     assert costs.full.bytes < costs.tensor_bytes
-    assert costs.delta.bytes < costs.full.bytes * (0.6 if lr > 1e-4 else 0.25)
+    assert costs.delta.bytes < costs.full.bytes * (0.6 if lr == "1e-3" else 0.25)
     assert set(costs.encodings) <= {"xor", "overwrite"} and sum(costs.encodings.values()) == len(new)
 
 
