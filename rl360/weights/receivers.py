@@ -229,21 +229,26 @@ class Receivers:
             raise EngineChurn(f"push epoch {self.intent.epoch} was taken over by a later push")
         slot.reason = reason
         slot.move(EngineState.SUSPECT)
+        await self.finish_fence(slot)
+
+    async def finish_fence(self, slot: Slot) -> None:
+        """suspect or fenced -> gone; `CleanupUnconfirmed` without proof."""
         gateway_error = ""
         try:
             await self.gateway.remove(slot.url, GATEWAY_DEADLINE_S)
         except ServiceError as error:
             gateway_error = str(error)  # a gateway that is down sends no traffic; the end of the process decides
-        slot.move(EngineState.FENCED)
+        if slot.state is EngineState.SUSPECT:
+            slot.move(EngineState.FENCED)
         proof = await end_tree(slot.identity.process, END_DEADLINE_S)
         if not proof.gone:
-            seen = f"{reason}; {proof.evidence}"
+            seen = f"{slot.reason}; {proof.evidence}"
             note = await asyncio.to_thread(
                 fence.note_unconfirmed, self.store, self.intent, slot.identity, seen, slot.answered_at
             )
             raise CleanupUnconfirmed(unconfirmed_text([note]))
         slot.move(EngineState.GONE)
-        slot.reason = f"{reason}; ended: {proof.evidence}" + (f"; {gateway_error}" if gateway_error else "")
+        slot.reason = f"{slot.reason}; ended: {proof.evidence}" + (f"; {gateway_error}" if gateway_error else "")
 
     async def fence_silent(self, suspects: list[Slot]) -> list[Slot]:
         """Fence those that don't answer, one at a time in group order: a receiver that only waited for a dead neighbour
@@ -287,8 +292,14 @@ class Receivers:
 
         left_alone = (EngineState.SUSPECT, EngineState.FENCED, EngineState.GONE)
         held = [s for s in self.slots if s.paused_at and not s.resumed_at and s.state not in left_alone]
-        clean = not self.in_state(EngineState.FENCED) and not self.in_state(EngineState.SUSPECT)
+        clean = True
         failed = {slot.url: error for slot, error in await self.each(held, one)}
+        for slot in [*self.in_state(EngineState.SUSPECT), *self.in_state(EngineState.FENCED)]:
+            try:
+                await self.finish_fence(slot)  # what was cancelled in the middle, and once more what had no proof
+            except CleanupUnconfirmed as error:
+                clean = False
+                self.notes.append(str(error))
         for slot in held:
             if slot.url not in failed:
                 slot.move(EngineState.DRAINING)

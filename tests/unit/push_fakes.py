@@ -231,7 +231,7 @@ class Engine(Server):
         self.startup = uuid.uuid4().hex
         self.tensors = whole(BASE)
         self.version = "default"
-        self.paused = self.session = self.read_back = False
+        self.paused = self.session = self.read_back = self.lied = False
         self.groups: set[str] = set()
         self.cache: dict[str, str] = {}
         self.requests: list[Request] = []
@@ -403,6 +403,7 @@ class Engine(Server):
     ) -> tuple[int, dict[str, Any]]:
         ok = {"success": True, "message": "ok"}
         if fault == "lie":
+            self.lied = self.lied or path == "/pause_generation"
             return 200, ok
         if path == "/pause_generation":
             self.paused = True
@@ -479,7 +480,9 @@ class Engine(Server):
                     self.requests.remove(request)  # 503
                 continue
             request.begun = True
-            if not self.read_back or self.version != content:
+            # one that only says that it paused goes on under a name that no session accepts
+            named = not (self.lied and "#" in self.version)
+            if named and (not self.read_back or self.version != content):
                 self.world.violate(f"{self.name} served a token of {content} called {self.version}, not confirmed")
             namespace = request.salt if self.world.salted else ""
             if not request.kv:  # it begins, or begins again: its prefix is looked up

