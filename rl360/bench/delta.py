@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl360.weights.delta import SharedFolder, VersionFiles, Weights, apply, write_version
+from rl360.errors import Rl360Error
+from rl360.weights.delta import SharedFolder, VersionFiles, Weights, apply, open_tensors, write_version
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ def compare(model_dir: Path, base: Weights, new: Weights, scratch: Path) -> Cost
         told = write_version(files, new, "bench:1", before, None if before is None else "bench:0")
         written = time.perf_counter()
         apply(model_dir if before is None else scratch / "base", files, scratch / kind)
-        return Cost(told.size_bytes, written - began, time.perf_counter() - written), told
+        cost = Cost(told.size_bytes, written - began, time.perf_counter() - written)
+        made = open_tensors(scratch / kind)
+        if any(made[name].data.tobytes() != held.data.tobytes() for name, held in new.items()):
+            raise Rl360Error(f"the files in {files.where} do not give the weights that were written")
+        return cost, told
 
     full, _ = one("full", None)
     delta, told = one("delta", base)

@@ -13,7 +13,6 @@ import signal
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,24 +91,26 @@ def calls_rows() -> Iterator[Row]:
 
 def delta_rows(folder: Path) -> Iterator[Row]:
     """The files of one optimizer step, in full and as a difference."""
-    from rl360.weights import delta
+    from rl360.bench.delta import compare
 
     write_moe(folder / "model", HIDDEN)
     before = SentWeights(folder / "model").tensors
     after = _one_step(folder / "model")
-    full_s, full_bytes = _written_and_applied(folder / "full", folder / "model", _held(after), None)
-    base = delta.open_tensors(folder / "model")
-    # the base directory has to say which version it holds, as an engine's pulled one does
-    delta.write_version(delta.SharedFolder(folder / "zero"), base, "bench:0")
-    delta.apply(folder / "model", delta.SharedFolder(folder / "zero"), folder / "base")
-    part_s, part_bytes = _written_and_applied(folder / "delta", folder / "base", _held(after), _held(before))
+    costs = compare(folder / "model", _held(before), _held(after), folder / "files")
+    full, part = costs.full, costs.delta
     changed = sum(int((before[name] != after[name]).sum()) for name in after) / sum(t.numel() for t in after.values())
     detail = f"{changed:.1%} of the elements differ after one AdamW step of {LEARNING_RATE:g}"
     yield ratio_at_most(
-        "delta_bytes", baseline=full_bytes / 1e6, ours=part_bytes / 1e6, unit="MB", limit=0.5, detail=detail
+        "delta_bytes", baseline=full.bytes / 1e6, ours=part.bytes / 1e6, unit="MB", limit=0.5, detail=detail
     )
+    times = [cost.write_s + cost.apply_s for cost in (full, part)]
     yield ratio_at_most(
-        "delta_time", baseline=full_s, ours=part_s, unit="s", limit=2.0, detail="write, fetch, check, apply; local disk"
+        "delta_time",
+        baseline=times[0],
+        ours=times[1],
+        unit="s",
+        limit=2.0,
+        detail="write, fetch, check, apply; local disk",
     )
 
 
@@ -138,23 +139,6 @@ def _one_step(model_dir: Path) -> dict[str, torch.Tensor]:
     saved = model_dir.parent / "after"
     model.to(torch.bfloat16).save_pretrained(saved)
     return SentWeights(saved).tensors
-
-
-def _written_and_applied(
-    files: Path, base: Path, after: dict[str, Held], before: dict[str, Held] | None
-) -> tuple[float, int]:
-    """Seconds to write, fetch, check and apply; bytes of the shards. The result is checked against the weights."""
-    from rl360.weights import delta
-
-    began = time.monotonic()
-    folder = delta.SharedFolder(files)
-    told = delta.write_version(folder, after, "bench:1", before, None if before is None else "bench:0")
-    delta.apply(base, folder, files / "applied")
-    took = time.monotonic() - began
-    made = delta.open_tensors(files / "applied")
-    if any(not np.array_equal(made[name].data, held.data) for name, held in after.items()):
-        raise Rl360Error(f"the files in {files} do not give the weights that were written")
-    return took, told.size_bytes
 
 
 def swap_row(options: Options) -> Row:

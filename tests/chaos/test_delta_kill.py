@@ -58,9 +58,9 @@ def dies_before(act: int, folder: Path, work: Callable[[], Any]) -> bool:
 
         original = os.fsync
 
-        def syncing(handle: Any) -> None:
+        def syncing(fd: Any) -> None:
             seen()
-            original(handle)
+            original(fd)
 
         os.fsync = syncing  # between the bytes of a file and the proof that they are on the disk
         sys.addaudithook(hook)
