@@ -1,10 +1,11 @@
 """Run by torchrun in test_training_push: under each layout every rank gets the full tensors that it asks for, as rank 0
-gathers them, and no others. argv: folder of the models, then a case each: model:tp:pp:ep:port."""
+gathers them, and no others. argv: folder of the models, then a case each: model:tp:pp:ep."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,27 @@ from rl360.errors import BadInput
 from rl360.training.megatron import hf_map, parallel
 from rl360.training.megatron.model import Layout
 from rl360.training.megatron.policy import Policy
+from tests.contract.trainer_rig import free_ports
+
+
+def meeting_port(told: Path) -> str:
+    """A port that was free a moment ago: rank 0 finds it and tells the other in a file."""
+    if os.environ["RANK"] == "0":
+        told.with_suffix(".part").write_text(str(free_ports(1)[0]))
+        told.with_suffix(".part").rename(told)
+    until = time.monotonic() + 120
+    while not told.exists():
+        assert time.monotonic() < until, "rank 0 found no port"
+        time.sleep(0.05)
+    return told.read_text()
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # it would hold what the groups of the case before left
     for case in sys.argv[2:]:
-        model, tp, pp, ep, os.environ["MASTER_PORT"] = case.split(":")
+        model, tp, pp, ep = case.split(":")
+        os.environ["MASTER_PORT"] = meeting_port(folder / f"port-{case.replace(':', '-')}")
         layout = Layout(int(tp), int(pp), int(ep), sequence_parallel=(model, tp) == ("moe", "2"))
         parallel.enter(layout)
         rank = torch.distributed.get_rank()

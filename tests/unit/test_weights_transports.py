@@ -141,7 +141,7 @@ def test_a_new_sender_takes_over_groups_of_one_that_died(transport: Transport, e
 def test_an_engine_that_fails_in_a_delivery_holds_up_nobody_else(
     transport: Transport, fault: str, engines: list[GlooEngine], senders: Senders
 ) -> None:
-    deadline_s = 5.0
+    deadline_s = 6.0 if fault == "hang" else 30.0
     plan = plan_for(transport, engine_set(engines), call_deadline_s=deadline_s)
     pair = plan.deliveries[1].group_name
     take = GlooEngine.answer
@@ -174,6 +174,17 @@ def test_an_engine_that_fails_in_a_delivery_holds_up_nobody_else(
     for engine in left:
         assert engine.held == bytes_of(moe_tensors(seed=2))
         assert engine.seen["/init_weights_update_group"] == (0 if transport is Transport.P2P else 1)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_stuck_engine_holds_no_other_in_a_broadcast(index: int, engines: list[GlooEngine], senders: Senders) -> None:
+    """In gloo's own tree of three receivers the second would wait for the third, or the third for the second."""
+    engines[index].faults["/update_weights_from_distributed"] = "hang"
+    plan = plan_for(Transport.BROADCAST, engine_set(engines))
+    report = senders.transfer(plan, TENSORS)
+    assert [bool(told.error) for told in report.engines] == [number == index for number in range(3)]
+    first = {tensor.name for tensor in plan.buckets[0].tensors}
+    assert [set(engine.held) == first for engine in engines] == [number != index for number in range(3)]
 
 
 def test_who_failed_first_is_told_from_who_only_waited(engines: list[GlooEngine], senders: Senders) -> None:

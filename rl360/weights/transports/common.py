@@ -82,10 +82,9 @@ def bury() -> None:
 
 @dataclass
 class Engine:
-    """One receiver during one transfer. `rank`: in the group, of the engine's first rank."""
+    """One receiver during one transfer."""
 
     client: EngineClient
-    rank: int = 1
     calls: int = 0
     control_calls: int = 0
     error: str = ""
@@ -140,17 +139,17 @@ class Loop:
 
 class Turn:
     """What the transports of this process share: one transfer at a time, no plan of an older epoch than one already
-    seen, and the group with all engines: a name means one group, whichever transport met in it."""
+    seen, and the groups of the broadcast: their name means the same ones, whichever transport met in them."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.group: Group | None = None
+        self.groups: list[Group] = []
         self.left: set[str] = set()  # groups this side left and engines may still hold
         self._lock = threading.Lock()
 
-    def drop_group(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
+    def drop_groups(self) -> None:
+        groups, self.groups = self.groups, []
+        for group in groups:
             self.left.add(group.name)
             group.leave()
 
