@@ -81,6 +81,7 @@ class Watch:
     """What the keeper remembers of one engine between rounds; lost with it, and only costs patience."""
 
     misses: int = 0
+    epoch: int | None = None
     asked_at: float = 0.0
     starts: int = 0
     not_before: float = 0.0
@@ -146,7 +147,7 @@ class Keeper:
 
     async def round(self) -> None:
         """Look at every engine, then mend each."""
-        state = await asyncio.to_thread(self.log.refresh)
+        before = state = await asyncio.to_thread(self.log.refresh)
         urls = {name: slot.url for name, slot in state.slots.items() if slot.url} | members(
             state, self.services.engine_urls
         )
@@ -160,14 +161,18 @@ class Keeper:
             workers = {}
         # in this order: a push that is over has written its end before it gives its engines back
         if await asyncio.to_thread(fence.open_intents, self.store):
-            self.watches.clear()  # engines are paused and busy: what they missed says nothing
+            for watch in self.watches.values():
+                watch.misses = 0  # engines are paused and busy: what they missed says nothing
             return
         state = await asyncio.to_thread(self.log.refresh)
         await self.end_strays(state)
         for name in {**urls, **state.slots}:
-            if name not in self.tasks:
+            slot = state.slots.get(name)
+            if slot != before.slots.get(name):
+                self.watch(name).misses = 0  # looked at before a push or a person moved it: that look is worth nothing
+            elif name not in self.tasks:
                 found = seen.get(name, health.Seen(reason="its URL is not known yet"))
-                mending = self.mend(name, state.slots.get(name), found, workers)
+                mending = self.mend(name, slot, found, workers)
                 self.tasks[name] = asyncio.create_task(mending, name=name)
         # ending one engine takes a while: the others are looked at meanwhile
         if self.tasks:
@@ -235,6 +240,9 @@ class Keeper:
                 return
             if await self.settled(slot):
                 return  # as its push left it: the next round looks again
+        watch = self.watch(name)
+        if watch.epoch != slot.epoch:  # a push has confirmed it since: what it missed before that is forgiven
+            watch.epoch, watch.misses = slot.epoch, 0
         if slot.state is S.GONE:
             await self.replace(slot, seen)
         elif slot.state is S.FENCED:
