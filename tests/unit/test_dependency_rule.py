@@ -17,6 +17,10 @@ SERVICE_LIBRARIES = {"httpx", "fastapi", "starlette", "uvicorn", "sglang", "mega
 COMPUTES = (
     "rl360/bench/bare_trainer.py",
     "rl360/bench/objective.py",
+    "rl360/bench/push.py",
+    "rl360/bench/push_fleet.py",
+    "rl360/bench/push.py",
+    "rl360/bench/push_fleet.py",
     "rl360/replay/trainer.py",
     "rl360/training/",
     "rl360/policy/",
