@@ -15,7 +15,7 @@ import orjson
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from rl360.sessions import bodies
+from rl360.sessions import bodies, described
 from rl360.sessions.refusals import HTTP_STATUS, Refusal
 
 _TURN = (
@@ -45,7 +45,7 @@ class Endpoint:
     status: int = 200
     refusals: tuple[Refusal, ...] = ()
     query: tuple[tuple[str, str], ...] = ()
-    error: type[BaseModel] = bodies.Error
+    error: type[BaseModel] = described.Error
 
 
 ENDPOINTS = (
@@ -55,7 +55,7 @@ ENDPOINTS = (
         "/sessions",
         "Open a session; the same body finds it again while it lives.",
         body=bodies.CreateBody,
-        reply=bodies.CreateReply,
+        reply=described.CreateReply,
         refusals=(*_BODY, Refusal.UNAUTHORIZED, Refusal.DRAINING, Refusal.SERVER_FULL),
     ),
     Endpoint(
@@ -64,8 +64,8 @@ ENDPOINTS = (
         f"{_AGENT}/chat/completions",
         "One turn, OpenAI format. `stream: true` gets server-sent events.",
         bearer=False,
-        body=bodies.ChatBody,
-        reply=bodies.ChatReply,
+        body=described.ChatBody,
+        reply=described.ChatReply,
         refusals=_TURN,
     ),
     Endpoint(
@@ -74,10 +74,10 @@ ENDPOINTS = (
         f"{_AGENT}/messages",
         "One turn, Anthropic format. `stream: true` gets server-sent events. x-api-key is not looked at.",
         bearer=False,
-        body=bodies.MessagesBody,
-        reply=bodies.MessagesReply,
+        body=described.MessagesBody,
+        reply=described.MessagesReply,
         refusals=(*_TURN, Refusal.THREADS),
-        error=bodies.AnthropicError,
+        error=described.AnthropicError,
     ),
     Endpoint(
         "count_tokens",
@@ -85,10 +85,10 @@ ENDPOINTS = (
         f"{_AGENT}/messages/count_tokens",
         "Prompt tokens this Messages body would have; changes nothing and asks no engine.",
         bearer=False,
-        body=bodies.MessagesBody,
-        reply=bodies.CountReply,
+        body=described.MessagesBody,
+        reply=described.CountReply,
         refusals=(*_BODY, Refusal.NOT_FOUND, Refusal.TOO_MANY, Refusal.LENGTH, Refusal.SERVER_FULL),
-        error=bodies.AnthropicError,
+        error=described.AnthropicError,
     ),
     Endpoint(
         "models",
@@ -96,7 +96,7 @@ ENDPOINTS = (
         f"{_AGENT}/models",
         "The one model of a session, as an OpenAI and an Anthropic list.",
         bearer=False,
-        reply=bodies.ModelsReply,
+        reply=described.ModelsReply,
         refusals=(Refusal.NOT_FOUND,),
     ),
     Endpoint(
@@ -104,7 +104,7 @@ ENDPOINTS = (
         "GET",
         "/sessions",
         "Every session here, the longest unused first.",
-        reply=bodies.SessionRows,
+        reply=described.SessionRows,
         refusals=(Refusal.UNAUTHORIZED,),
     ),
     Endpoint(
@@ -130,7 +130,7 @@ ENDPOINTS = (
         "/sessions/{session_id}/store",
         "Seal the session, merge it and write its samples to the store. Asked again, it answers the same.",
         body=bodies.StoreBody,
-        reply=bodies.StoreReply,
+        reply=described.StoreReply,
         refusals=(
             *(*_BODY, *_KNOWN, Refusal.CONFLICT, Refusal.CANNOT_MERGE),
             *(Refusal.NO_STORE, Refusal.STORE_UNAVAILABLE),
@@ -142,7 +142,7 @@ ENDPOINTS = (
         "/sessions/store",
         "The same for up to 64 sessions, side by side. Null for what is not stored: asked for alone, it says why.",
         body=bodies.StoreManyBody,
-        reply=bodies.StoreManyReply,
+        reply=described.StoreManyReply,
         refusals=(Refusal.UNAUTHORIZED, *_BODY),
     ),
     Endpoint(
@@ -158,10 +158,10 @@ ENDPOINTS = (
         "POST",
         "/drain",
         "No new sessions; the process ends once every session is stored or deleted, or at its drain deadline.",
-        reply=bodies.Drained,
+        reply=described.Drained,
         refusals=(Refusal.UNAUTHORIZED,),
     ),
-    Endpoint("health", "GET", "/health", "Liveness and counters.", bearer=False, reply=bodies.Health),
+    Endpoint("health", "GET", "/health", "Liveness and counters.", bearer=False, reply=described.Health),
     Endpoint("document", "GET", "/openapi.json", "This document.", bearer=False, reply="application/json"),
     Endpoint("page", "GET", "/docs", "This document as a page.", bearer=False, reply="text/html"),
 )

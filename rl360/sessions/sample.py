@@ -457,6 +457,10 @@ class AttemptRecord:
         fields = {"cleanup_evidence": "", **_fields(wire, key, "attempt", 2 if old else ATTEMPT_SCHEMA, said)}
         for names, kind in _ATTEMPT_KINDS.items():
             _refuse_other_kinds(fields, key, "attempt", names, kind)
+        for name in ("phases_s", "agent_metrics"):
+            for of, value in fields[name].items():
+                if type(of) is not str or type(value) not in (int, float):
+                    raise CorruptObject(key, f"attempt field {name} holds {of!r}: {value!r}, expected numbers by name")
         try:
             fields["outcome"] = Outcome(fields["outcome"])
             verdict = fields["verdict"]

@@ -21,7 +21,7 @@ from infra.local.plan import UpOptions, build_specs
 from rl360.cli import main
 from rl360.config.services import Secrets
 from rl360.errors import BadInput
-from rl360.sessions import bodies
+from rl360.sessions import described
 from rl360.sessions.history import load_matcher
 from rl360.sessions.openapi import ENDPOINTS
 from rl360.sessions.refusals import HTTP_STATUS, Refusal, SessionRefusal
@@ -81,7 +81,7 @@ def spoken(bench: Bench, **changes: Any) -> str:
 
 
 def refusal(reply: httpx.Response) -> tuple[int, str]:
-    return reply.status_code, bodies.Error.model_validate(reply.json()).error.code
+    return reply.status_code, described.Error.model_validate(reply.json()).error.code
 
 
 def test_storing_seals_merges_and_answers_the_same_again(bench: Bench) -> None:
@@ -90,7 +90,7 @@ def test_storing_seals_merges_and_answers_the_same_again(bench: Bench) -> None:
     merged = bench.get(f"/sessions/{session_id}/merged").content
     first = bench.post(f"/sessions/{session_id}/store", {"key": KEY, "pick": "last"})
     assert first.status_code == 200, first.text
-    bodies.StoreReply.model_validate(first.json())
+    described.StoreReply.model_validate(first.json())
     ref = SampleRef.from_wire(first.json(), "reply")
     assert (ref.key, ref.size_bytes, len(ref.leaves)) == (KEY, len(merged), 1)
     assert store.objects == {KEY: merged} and ref.sha256 == hashlib.sha256(merged).hexdigest()
@@ -502,14 +502,14 @@ def test_every_refusal_has_a_status_and_is_documented_somewhere() -> None:
 
 def test_replies_are_what_the_document_says(bench: Bench) -> None:
     session_id, _ = bench.create()
-    bodies.CreateReply.model_validate(bench.http.post("/sessions", json=CREATE, headers=BEARER).json())
-    bodies.ChatReply.model_validate(bench.chat(session_id, CHAT).json())
-    rows = bodies.SessionRows.model_validate(bench.get("/sessions").json()).sessions
+    described.CreateReply.model_validate(bench.http.post("/sessions", json=CREATE, headers=BEARER).json())
+    described.ChatReply.model_validate(bench.chat(session_id, CHAT).json())
+    rows = described.SessionRows.model_validate(bench.get("/sessions").json()).sessions
     assert [row.turns for row in rows] == [0, 1]
-    bodies.Health.model_validate(bench.http.get("/health").json())
-    bodies.ModelsReply.model_validate(bench.http.get(f"/sessions/{session_id}/v1/models").json())
-    bodies.Drained.model_validate(bench.post("/drain").json())
-    bodies.Health.model_validate(bench.http.get("/health").json())
+    described.Health.model_validate(bench.http.get("/health").json())
+    described.ModelsReply.model_validate(bench.http.get(f"/sessions/{session_id}/v1/models").json())
+    described.Drained.model_validate(bench.post("/drain").json())
+    described.Health.model_validate(bench.http.get("/health").json())
 
 
 def test_who_still_waits_when_the_process_ends_is_told_so(bench: Bench) -> None:
