@@ -87,7 +87,7 @@ def _plan(model: ModelShape, transport: str, options: dict[str, Any]) -> PushPla
         transport=transport,
         layout=options["layout"],
         sources=options["sources"],
-        folder="s3://bucket/prefix" if transport in (Transport.DISK_DELTA, Transport.DISK_FULL) else None,
+        folder="s3://bucket/prefix" if Transport(transport).on_disk else None,
         base_version="planned:0" if transport == Transport.DISK_DELTA else None,
     )
 

@@ -357,7 +357,16 @@ class ParentConfig(_Section):
 class PushConfig(_Section):
     """How new weights reach the engines."""
 
-    transport: Literal["broadcast"] = "broadcast"
+    transport: Literal["broadcast", "direct_experts", "p2p", "disk_delta", "disk_full", "colocated"] = Field(
+        "broadcast", description="how the tensors travel (docs/weights.md, Transports)", json_schema_extra=OPERATIONAL
+    )
+    folder: str | None = Field(
+        None,
+        pattern=r"^(/|s3://[^/]+/).*",
+        description="of the disk transports: absolute path that engines can read, or s3://bucket/prefix (default: "
+        "_fleet/weights in this deployment's bucket)",
+        json_schema_extra=OPERATIONAL,
+    )
     bucket_bytes: int = Field(64 << 20, ge=1 << 10, json_schema_extra=OPERATIONAL)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     call_deadline_s: float = Field(60, gt=0, json_schema_extra=OPERATIONAL)

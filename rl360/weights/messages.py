@@ -35,6 +35,10 @@ class Transport(StrEnum):
     DISK_FULL = "disk_full"  # files of every tensor
     COLOCATED = "colocated"  # trainer and engine share the device or host: handed over in place
 
+    @property
+    def on_disk(self) -> bool:
+        return self in (Transport.DISK_DELTA, Transport.DISK_FULL)
+
 
 class TensorSpec(_Message):
     """One tensor under its Hugging Face name, as it travels (dtype after the cast)."""

@@ -213,8 +213,7 @@ def _deliveries(
 
 
 def _check_files(transport: Transport, version: str, folder: str | None, base_version: str | None) -> None:
-    on_disk = transport in (Transport.DISK_DELTA, Transport.DISK_FULL)
-    if on_disk != (folder is not None):
+    if transport.on_disk != (folder is not None):
         raise BadInput(f"transport {transport}, folder {folder!r}: disk transports need one, the others take none")
     if folder is not None and not folder.startswith(("/", "s3://")):
         raise BadInput(f"folder {folder!r}: use an absolute path that engines can read, or s3://bucket/prefix")

@@ -39,7 +39,9 @@ from rl360.weights.messages import (
     PushRecord,
     PushStatus,
     TransferReport,
+    Transport,
     loading_mark,
+    parse_version,
 )
 from rl360.weights.plan import engine_name, group_name, plan_push
 from rl360.weights.receivers import END_DEADLINE_S, GATEWAY_DEADLINE_S, Receivers, Slot, unconfirmed_text, with_slack_s
@@ -51,6 +53,7 @@ class WeightSource(Protocol):
     """Who holds the new weights and sends them: the trainer's client."""
 
     async def checksums(self, run: str, version: str, deadline_s: float | None = None) -> ChecksumReply: ...
+    async def prepare(self, plan: PushPlan, deadline_s: float | None = None) -> None: ...
     async def transfer(self, plan: PushPlan, deadline_s: float | None = None) -> TransferReport: ...
 
 
@@ -300,6 +303,7 @@ class _Push:
         )
         receivers = await self.receivers(intent)
         last = await self.io(fence.last_confirmed, self.run)
+        self.choose_transport(last)
         await self.io(fence.write_intent, intent)
         fence.mark_running(owner, True)
         record = None
@@ -342,8 +346,11 @@ class _Push:
         )
 
     async def deliver(self, receivers: Receivers, held: ChecksumReply, stale: list[str]) -> _Delivery:
-        """pause -> transfer -> confirm -> serve."""
+        """prepare -> pause -> transfer -> confirm -> serve."""
         epoch = receivers.intent.epoch
+        if self.transport.on_disk:
+            with self.phase("prepare"):
+                await self.trainer.prepare(self.plan(receivers.slots, epoch, held, stale))
         with self.phase("pause"):
             await receivers.pause(self.config.pause_mode)
             await receivers.rename(loading_mark(self.version, epoch))
@@ -357,20 +364,37 @@ class _Push:
             await receivers.serve(self.version, flush=self.config.pause_mode != "in_place")
         return _Delivery(report, rounds)
 
+    def choose_transport(self, last: PushRecord | None) -> None:
+        self.transport, self.base_version = Transport(self.config.transport), None
+        if self.transport is Transport.DISK_DELTA:
+            if last is None or last.version == self.version:
+                self.transport = Transport.DISK_FULL
+            else:
+                self.base_version = last.version
+
+    def plan(self, slots: list[Slot], epoch: int, held: ChecksumReply, stale: list[str]) -> PushPlan:
+        """By the run's transport, but that a delta needs a version to differ from: without one all tensors travel."""
+        run, number = parse_version(self.version)
+        root = self.config.folder or f"s3://{self.services.s3_bucket}/_fleet/weights"
+        return plan_push(
+            held.tensors,
+            EngineSet(epoch=epoch, engines=tuple(slot.identity for slot in slots)),
+            run=self.run,
+            version=self.version,
+            bucket_bytes=self.config.bucket_bytes,
+            call_deadline_s=self.config.call_deadline_s,
+            transport=self.transport,
+            stale_groups=stale,
+            sources=held.sources if self.transport in (Transport.DIRECT_EXPERTS, Transport.P2P) else 1,
+            folder=f"{root.rstrip('/')}/{run}/{number:08}" if self.transport.on_disk else None,
+            base_version=self.base_version,
+        )
+
     async def transfer(self, receivers: Receivers, held: ChecksumReply, stale: list[str]) -> tuple[TransferReport, int]:
         """Send to the loading engines; whoever fails is fenced and the plan is made again for the rest."""
         for attempt in range(1, len(receivers.slots) + _STRIKES + 1):
             loading = receivers.require(EngineState.LOADING, "transferring")
-            plan = plan_push(
-                held.tensors,
-                EngineSet(epoch=receivers.intent.epoch, engines=tuple(slot.identity for slot in loading)),
-                run=self.run,
-                version=self.version,
-                bucket_bytes=self.config.bucket_bytes,
-                call_deadline_s=self.config.call_deadline_s,
-                transport=self.config.transport,
-                stale_groups=stale,
-            )
+            plan = self.plan(loading, receivers.intent.epoch, held, stale)
             report = await self.trainer.transfer(plan)
             for slot, result in zip(loading, report.engines, strict=True):
                 slot.calls += result.calls
@@ -455,7 +479,7 @@ class _Push:
             version=self.version,
             epoch=receivers.intent.epoch,
             status=status,
-            path=self.config.transport,
+            path=self.transport,
             engines=tuple(slot.outcome() for slot in receivers.slots),
             absent=tuple(self.absent),
             phases_s=dict(self.phases_s),

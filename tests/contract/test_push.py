@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -35,6 +35,7 @@ from rl360.weights import fence
 from rl360.weights.checksum import expected_checksums, tensor_specs
 from rl360.weights.messages import Bucket, ChecksumReply, PushPlan, PushRecord, PushStatus, TransferReport
 from rl360.weights.push import ensure_weights, push
+from rl360.weights.transports import Senders
 from rl360.weights.transports.broadcast import BroadcastTransport
 
 pytestmark = pytest.mark.contract
@@ -50,7 +51,7 @@ class HeldWeights:
         self.tensors: dict[str, torch.Tensor] = {}
         for path in sorted(Path(model_dir).glob("*.safetensors")):
             self.tensors.update({name: t.to(torch.bfloat16) for name, t in load_file(path).items()})
-        self.transport = BroadcastTransport()
+        self.senders = Senders()
         self.before: Callable[[PushPlan], None] | None = None
 
     def change(self, seed: int) -> None:
@@ -71,7 +72,10 @@ class HeldWeights:
     async def transfer(self, plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
         if self.before is not None:
             self.before(plan)
-        return await asyncio.to_thread(self.transport.transfer, plan, self.tensors)
+        return await asyncio.to_thread(self.senders.transfer, plan, self.tensors)
+
+    async def prepare(self, plan: PushPlan, deadline_s: float | None = None) -> None:
+        await asyncio.to_thread(self.senders.prepare, plan, self.tensors)
 
 
 class Rig:
@@ -83,10 +87,10 @@ class Rig:
         self.run = f"push-{uuid.uuid4().hex[:8]}"
         self.weights = HeldWeights(services.model_dir)
 
-    def push(self, step: int) -> PushRecord:
+    def push(self, step: int, transport: str = "broadcast") -> PushRecord:
         self.weights.change(step)
-        version = f"{self.run}:{step + 1}"
-        return asyncio.run(push(self.store, self.services, self.run, step, version, self.weights, CONFIG))
+        version, config = f"{self.run}:{step + 1}", CONFIG.model_copy(update={"transport": transport})
+        return asyncio.run(push(self.store, self.services, self.run, step, version, self.weights, config))
 
     def again(self, step: int) -> PushRecord:
         version = f"{self.run}:{step + 1}"
@@ -196,7 +200,7 @@ def push_and_die(services: Services, run: str) -> None:
             super()._send(bucket, *args)
 
     weights = HeldWeights(services.model_dir)
-    weights.transport = Dying()
+    weights.senders = cast(Any, Dying())
     config = CONFIG.model_copy(update={"bucket_bytes": 16 << 10})
     asyncio.run(push(ObjectStore.from_services(services), services, run, 4, f"{run}:5", weights, config))
 
@@ -215,7 +219,23 @@ def test_push_killed_by_its_process_is_taken_over(rig: Rig) -> None:
     assert rig.usable() == sorted(rig.services.engine_urls)
 
 
-def test_push_from_the_real_trainer(rig: Rig) -> None:
+def test_every_transport_that_a_dense_model_has_brings_a_version(rig: Rig) -> None:
+    """One after another on the same engines; a delta whose base nobody holds would be a full one, and say so."""
+    rig.wait_for_all(180)
+    sent: dict[str, int] = {}
+    for step, transport in enumerate(["p2p", "colocated", "disk_full", "disk_delta", "broadcast"], start=30):
+        record = rig.push(step, transport)
+        assert (record.status, record.path) == (PushStatus.CONFIRMED, transport)
+        assert {generate(url)[1] for url in rig.services.engine_urls} == {record.version}
+        assert len({tuple(generate(url)[0]) for url in rig.services.engine_urls}) == 1
+        assert ("prepare" in record.phases_s) == transport.startswith("disk")
+        sent[transport] = record.bytes
+    assert fence.open_intents(rig.store) == []
+    assert sent["disk_delta"] < sent["disk_full"]
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "p2p", "disk_full"])
+def test_push_from_the_real_trainer(rig: Rig, transport: str) -> None:
     run = f"push-{uuid.uuid4().hex[:8]}"
     config = RunConfig.model_validate({"run": run})
     rig.store.put_once(run_config_key(run), config.to_json())
@@ -224,10 +244,11 @@ def test_push_from_the_real_trainer(rig: Rig) -> None:
         async with open_http() as http:
             trainer = TrainerClient(rig.services.trainer_url, http, rig.services.auth_headers(), deadline_s=120)
             await trainer.open_run(run)
-            return await ensure_weights(rig.store, rig.services, run, f"{run}:0", trainer, CONFIG)
+            config = CONFIG.model_copy(update={"transport": transport})
+            return await ensure_weights(rig.store, rig.services, run, f"{run}:0", trainer, config)
 
     record = asyncio.run(go())
-    assert record is not None and record.status is PushStatus.CONFIRMED
+    assert record is not None and (record.status, record.path) == (PushStatus.CONFIRMED, transport)
     assert {generate(url)[1] for url in rig.services.engine_urls} == {f"{run}:0"}
 
 

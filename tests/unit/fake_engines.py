@@ -181,6 +181,9 @@ class FakeTrainer:
     async def checksums(self, run: str, version: str, deadline_s: float | None = None) -> ChecksumReply:
         return ChecksumReply(run=run, version=version, tensors=TENSORS, checksums=self.held())
 
+    async def prepare(self, plan: PushPlan, deadline_s: float | None = None) -> None:
+        return
+
     async def transfer(self, plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
         self.plans.append(plan)
         if self.before is not None:

@@ -53,6 +53,9 @@ class Trainer:
             raise ServiceError("trainer: no answer")
         return ChecksumReply(run=run, version=version, tensors=TENSORS, checksums=self.held())
 
+    async def prepare(self, plan: PushPlan, deadline_s: float | None = None) -> None:
+        return
+
     async def transfer(self, plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
         self.world.event("trainer /push/transfer")
         self.plans.append(plan)
