@@ -19,8 +19,6 @@ COMPUTES = (
     "rl360/bench/objective.py",
     "rl360/bench/push.py",
     "rl360/bench/push_fleet.py",
-    "rl360/bench/push.py",
-    "rl360/bench/push_fleet.py",
     "rl360/replay/trainer.py",
     "rl360/training/",
     "rl360/policy/",
