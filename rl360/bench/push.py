@@ -24,7 +24,7 @@ from rl360.bench.rows import Options, Row, chosen_rows, ratio_at_most
 from rl360.engines.fleet import EngineIdentity
 from rl360.errors import Rl360Error
 from rl360.weights import fence
-from rl360.weights.messages import EngineLayout, EngineSet, PushPlan, Transport
+from rl360.weights.messages import EngineLayout, EngineSet, PushPlan, PushRecord, Transport
 from rl360.weights.plan import plan_push
 from rl360.weights.shapes import read_shape
 
@@ -155,7 +155,11 @@ def swap_row(options: Options) -> Row:
             lost = running.engines[len(after) % len(running.engines)]
             _swap(running, lost, order)
             record, after[order] = running.next_push()
-            options.say(f"push: {order}: {after[order]:.3f} s after, steady {statistics.median(steady):.3f} s")
+            before = [past for past in running.records[:-1] if past.group_reused][-1]
+            options.say(
+                f"push: {order}: {after[order]:.3f} s after, steady {statistics.median(steady):.3f} s; "
+                f"phases {_phases(record)}, in the steady one before {_phases(before)}"
+            )
             if record.way != first.way or len(record.serving) != len(running.engines):
                 different.append(f"{order}: {record.way} to {len(record.serving)} engines")
         paused = statistics.median(record.paused_s for record in running.records)
@@ -165,6 +169,10 @@ def swap_row(options: Options) -> Row:
     holds = ours <= SLOWER * baseline and not different
     goal = f"ratio <= {SLOWER:g}, same path, same calls"
     return Row(SWAP, baseline, ours, "s", goal, holds, detail)
+
+
+def _phases(record: PushRecord) -> str:
+    return " ".join(f"{name} {seconds:.2f}" for name, seconds in record.phases_s.items())
 
 
 def _steady(running: Fleet) -> float:

@@ -162,6 +162,9 @@ class SentWeights:
         specs = tuple(tensor_specs(self.tensors))
         return ChecksumReply(run=run, version=version, tensors=specs, checksums=self.expected())
 
+    async def prepare(self, plan: PushPlan, deadline_s: float | None = None) -> None:
+        await asyncio.to_thread(self.senders.prepare, plan, self.tensors)
+
     async def transfer(self, plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
         if self.before is not None:
             self.before(plan)
@@ -328,11 +331,12 @@ def fleet(home: Path, count: int = 3, hidden: int = 64, bucket_bytes: int = 1 <<
 
 
 def generate(
-    url: str, tokens: int = 8, prompt: tuple[int, ...] = (11, 12, 13, 14, 15, 16), **more: Any
+    url: str, tokens: int = 8, prompt: tuple[int, ...] = (11, 12, 13, 14, 15, 16), key: str = "", **more: Any
 ) -> dict[str, Any]:
-    """A greedy reply, as it comes."""
+    """A greedy reply, as it comes; `key` is the session that the gateway routes by."""
     body = {"input_ids": list(prompt), **more}
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    reply = httpx.post(f"{url}/generate", json=body, timeout=60, headers={"X-SMG-Routing-Key": os.urandom(8).hex()})
+    headers = {"X-SMG-Routing-Key": key or os.urandom(8).hex()}
+    reply = httpx.post(f"{url}/generate", json=body, timeout=60, headers=headers)
     reply.raise_for_status()
     return dict(reply.json())

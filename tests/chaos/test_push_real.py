@@ -232,6 +232,34 @@ def test_killed_and_stopped_engines(rig: Rig, seed: int) -> None:
     rig.check_traffic()
 
 
+def test_kv_of_old_weights_serves_no_new_request(rig: Rig) -> None:
+    """Paused in place a request goes on with the KV it has, and nothing can be flushed; a new one finds none of it."""
+    rig.replace_the_dead()
+    config = rig.fleet.config
+    engine, prompt = rig.fleet.engines[0].url, tuple(range(20, 84))
+    try:
+        rig.fleet.config = config.model_copy(update={"pause_mode": "in_place"})
+        old = rig.fleet.version
+        long = threading.Thread(target=generate, args=(engine, 200, prompt), kwargs={"cache_salt": old}, daemon=True)
+        long.start()
+        time.sleep(0.3)
+        record, _ = rig.fleet.next_push()
+        long.join(60)
+    finally:
+        rig.fleet.config = config
+    rig.note_answers(record)
+    rig.check(record)
+    assert not record.flushed
+    fresh = generate(engine, 8, prompt, cache_salt=record.version)
+    assert fresh["meta_info"]["cached_tokens"] == 0
+    assert fresh["output_ids"] == generate(rig.fleet.engines[1].url, 8, prompt)["output_ids"]
+    # the KV is there, for whom it was made; and through the gateway the salt arrives
+    assert generate(engine, 8, prompt, cache_salt=old)["meta_info"]["cached_tokens"] > 0
+    through = [generate(rig.fleet.gateway_url, 8, prompt, "one session", cache_salt=salt) for salt in "aab"]
+    cached = [reply["meta_info"]["cached_tokens"] for reply in through]
+    assert cached[0] == cached[2] == 0 < cached[1]
+
+
 def test_killed_pusher_is_taken_over(rig: Rig) -> None:
     """Its receivers live, half written and paused: the retry counts them as its own before it touches any."""
     rig.replace_the_dead()
