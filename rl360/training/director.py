@@ -8,7 +8,7 @@ last checkpoint and the records say how to rebuild it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,7 +230,7 @@ class Director:
         """Carry out a plan by its transport; rank 0's part here, that of other sources on their ranks."""
         return self.senders.transfer(plan, self._weights(plan.run, plan.version))
 
-    def _deliver(self, errand: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    def _deliver(self, errand: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if errand.plan.sources == 1:
             return self.replica.lanes.deliver(errand, tensors)
         return self.everyone(DeliverWeights(errand))

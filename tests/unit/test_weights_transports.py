@@ -4,6 +4,7 @@ those of the plan, groups are kept as long as they may be, and an engine that fa
 from __future__ import annotations
 
 import ctypes
+import gc
 import pickle
 import time
 from collections.abc import Iterator
@@ -45,6 +46,11 @@ def senders() -> Iterator[Senders]:
     made.close()
 
 
+def is_payload(found: object, plan: PushPlan) -> bool:
+    sizes = {bucket.size_bytes for bucket in (*plan.buckets, *(b for d in plan.deliveries for b in d.buckets))}
+    return type(found) is torch.Tensor and found.dtype is torch.uint8 and found.numel() in sizes
+
+
 def plan_for(transport: Transport, receivers: EngineSet, tensors: Any = TENSORS, **more: Any) -> PushPlan:
     fields = {"run": "r1", "version": "r1:1", "bucket_bytes": 1 << 10, "call_deadline_s": DEADLINE_S} | more
     return plan_push(tensor_specs(tensors), receivers, transport=transport, **fields)
@@ -59,6 +65,7 @@ def test_every_engine_gets_every_byte_in_the_calls_of_the_plan(
     report = senders.transfer(plan, TENSORS)
     assert report.ok and not report.group_reused
     assert report.sent_bytes == plan.total_bytes
+    assert not [tensor for tensor in gc.get_objects() if is_payload(tensor, plan)], "a kept group keeps no weights"
     for engine, told in zip(engines, report.engines, strict=True):
         assert engine.held == bytes_of(TENSORS)
         assert (told.url, told.calls) == (engine.url, plan.calls_per_engine)

@@ -152,8 +152,8 @@ class BroadcastTransport:
                     break
                 time.sleep(common.POLL_S)
             if not problem:
-                for work in sending:
-                    work.wait()
+                for group in self.turn.groups:
+                    group.finish()
         except RuntimeError as error:  # a connection closed under the broadcast, or its deadline passed
             problem = f"broadcast: {common.first_line(error)}"
         if problem:

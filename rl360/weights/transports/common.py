@@ -59,6 +59,11 @@ class Group:
         self.work = self.pg.broadcast([payload], options)
         return self.work
 
+    def finish(self) -> None:
+        """Wait for what `broadcast` began, raise what broke it, and let go of its payload."""
+        self.work.wait()
+        self.work = None
+
     def leave(self) -> None:
         """Close the connections at once: who waits in the group, here or in an engine, gets an error and goes on."""
         if not self.members:

@@ -81,11 +81,12 @@ class PairWire:
         problem, work = "", None
         try:
             payload = await asyncio.to_thread(lane.parcels.flat, bucket)
-            work = self._pairs[name].broadcast(payload)
+            pair = self._pairs[name]
+            work = pair.broadcast(payload)
             waited = False
             while not (waited and call.done()):
-                if work.is_completed() and not waited:
-                    work.wait()  # raises what broke it
+                if not waited and work.is_completed():
+                    pair.finish()
                     waited = True
                 if call.done() and call.exception() is not None:
                     problem = "the engine refused or was lost"
