@@ -153,7 +153,8 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
         "deadlines": {"queue_s": 1, "setup_s": 1, "collect_s": 1, "slack_s": 16, "client_s": 999, "train_s": 1},
         "judge": {"call_s": 1, "retries": 1},
         "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0, "max_nonfinite_steps": 1},
-        "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2},
+        # whatever carries the weights, an engine serves only what has the trainer's checksums
+        "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2, "transport": "p2p", "folder": "/w"},
     }
     assert frozen_differences(config, RunConfig.parse(changed)) == []
     operational = {path for path in leaves() if path[0] in changed and _in(changed, path)}
@@ -177,7 +178,6 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             "off_policy_delta": 0.1,
             "reduction": "sample_mean",
             "reduction_constant": None,  # belongs to another reduction
-            "transport": None,
             "old_policy": None,  # belongs to no correction
             "kept_versions": None,  # belongs to a kept old policy
             "kl_estimator": None,  # belong to a KL
