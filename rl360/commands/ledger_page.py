@@ -85,6 +85,7 @@ def _verdict(verdict: Mapping[str, Any] | None) -> Iterator[str]:
     if judge := verdict.get("judge"):
         script = "" if judge["script_reward"] is None else f", after a script's {judge['script_reward']:g}"
         yield _line("judge", f"{judge['model']} at {judge['host']}: score {judge['score']:g}{script}")
+        yield _line("", f"answered as {judge['served_model'] or DASH}, reply {judge['reply_id'] or DASH}")
         yield _line("", f"prompt sha256 {judge['prompt_digest']}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl360.report.numbers import DASH, fixed, percent, run_losses
+from rl360.report.numbers import DASH, fixed, percent, run_losses, short
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,8 @@ def print_ledgers(run: str, steps: Sequence[Step], checked: dict[int, list[Check
 def ledger_tables(run: str, steps: Sequence[Step]) -> list[Table]:
     """Attempts and reward, tokens by bucket, what training saw (one row a step, no empty columns), then losses by cause
     if any."""
-    return [_attempt_table(run, steps), _token_table(steps), _training_table(steps), *_loss_tables(steps)]
+    tables = [_attempt_table(run, steps), _token_table(steps), _training_table(steps)]
+    return [*tables, *_reference_tables(steps), *_loss_tables(steps)]
 
 
 def print_checks(console: Console, checked: dict[int, list[Check]], *, in_full: bool) -> None:
@@ -123,6 +124,29 @@ def _training_table(steps: Sequence[Step]) -> Table:
             fixed(step["grad_norm"], 3),
         )
     return table
+
+
+def _reference_tables(steps: Sequence[Step]) -> list[Table]:
+    """What a KL and a critic add: no table in a run that has neither."""
+    from rich.table import Table
+
+    keys = {
+        "kl_mean": "KL",
+        "value_loss": "value loss",
+        "explained_variance": "explained variance",
+        "value_clip_fraction": "value clipped",
+        "critic_grad_norm": "critic grad",
+    }
+    shown = {key: name for key, name in keys.items() if any(step.get(key) is not None for step in steps)}
+    if not shown:
+        return []
+    title = "reference policy and critic"
+    table = Table(title=title, min_width=len(title) + 1, **_STYLE)  # a title folds to the width of its table
+    for name in ("step", *shown.values()):
+        table.add_column(name, justify="right")
+    for step in steps:
+        table.add_row(str(step["step"]), *(short(step.get(key)) for key in shown))
+    return [table]
 
 
 def _loss_tables(steps: Sequence[Step]) -> list[Table]:

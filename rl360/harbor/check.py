@@ -95,10 +95,13 @@ async def check_task(runner: Runner, directory: Path, judge: JudgeOrder | None =
         task = await asyncio.to_thread(load_task, directory)
         if task.solution_dir is None:
             raise BadInput(f"{directory}: no solution/solve.sh, so nothing shows that it can be solved")
+        if task.judge is not None and judge is None:
+            raise BadInput(f"{directory}: is judged by an LLM; give --judge-url and --judge-model")
         oracle = await _run(runner, task, "oracle", judge)
         nop = await _run(runner, task, "nop", judge)
     except BadInput as error:
-        return TaskCheck(directory.name, str(directory), None, None, str(error), loop.time() - started)
+        why = str(error).removeprefix(f"{directory}: ")  # the path is told beside it
+        return TaskCheck(directory.name, str(directory), None, None, why, loop.time() - started)
     problem = problem_of(oracle, nop)
     return TaskCheck(task.id, str(directory), oracle.reward, nop.reward, problem, loop.time() - started)
 

@@ -16,7 +16,7 @@ from rl360.store.codec import sha256_hex, unpack
 from rl360.store.layout import step_prefix
 from rl360.store.manifest import Manifest, read_manifest
 from rl360.store.object_store import ObjectStore
-from rl360.store.progress import weight_version
+from rl360.store.progress import finished_steps, weight_version
 
 
 class Scratch:
@@ -66,8 +66,20 @@ def manifest_of(store: ObjectStore, run: str, step: int, task: str) -> Manifest:
     """What is to be compared with; `BadInput` when the task has not committed."""
     found = read_manifest(store, run, step, task)
     if found is None:
-        raise BadInput(f"task {task} of {run} step {step} has not committed: there is nothing to compare with")
+        raise BadInput(
+            f"task {task} of {run} step {step} has not committed: there is nothing to compare with; "
+            f"{_committed(store, run, step)}"
+        )
     return found
+
+
+def _committed(store: ObjectStore, run: str, step: int) -> str:
+    """What can be replayed instead."""
+    found = [name for name in (*WORK, "train") if read_manifest(store, run, step, name) is not None]
+    if found:
+        return f"committed are {', '.join(found)}"
+    steps = finished_steps(store, run)
+    return f"the last committed step is {steps[-1]}" if steps else "no step of the run has committed"
 
 
 def replay_task(store: ObjectStore, config: RunConfig, step: int, task: str, verdict_key: bytes) -> list[Compared]:

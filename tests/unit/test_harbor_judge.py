@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from rl360.errors import BadInput
 from rl360.harbor import judge as judge_module
+from rl360.harbor.check import check_task
 from rl360.harbor.judge import (
     MAX_REPLY_BYTES,
     Evidence,
@@ -32,6 +33,7 @@ from rl360.harbor.judge import (
     retry_after_s,
 )
 from rl360.harbor.protocol import JudgeOrder, SandboxLimits
+from rl360.harbor.runner import Runner
 from rl360.harbor.task import JUDGE_FILE, JudgeTerms, load_task
 from rl360.harbor.verdict import JudgeReceipt
 from rl360.harbor.verifier import VerifyOrder, verify
@@ -432,3 +434,14 @@ def test_a_judged_task_without_a_judge_is_no_reward(tmp_path: Path) -> None:
     )  # fmt: skip
     found = asyncio.run(verify(cast(SandboxProvider, None), asked, []))
     assert (found.verdict, found.problem) == (None, Outcome.JUDGE_ERROR)
+
+
+def test_the_check_of_a_judged_task_names_its_own_options(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / JUDGE_FILE).write_text('mode = "only"\nrubric = "Be fair."\n')
+    (tmp_path / "solution").mkdir()
+    (tmp_path / "solution" / "solve.sh").write_text("true\n")
+    (tmp_path / "instruction.md").write_text("Do it.\n")
+    (tmp_path / "task.toml").write_text("")
+    found = asyncio.run(check_task(cast(Runner, None), tmp_path))  # refused before anything runs
+    assert found.problem == "is judged by an LLM; give --judge-url and --judge-model"

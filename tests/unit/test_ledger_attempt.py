@@ -182,7 +182,7 @@ def test_a_judges_receipt_is_shown() -> None:
     judge = {"model": "grader-1", "host": "judge:80", "score": 7.0, "script_reward": 1.0, "prompt_digest": "cd" * 32}
     found["tries"][0]["verdict"]["judge"] = JudgeReceipt(served_model="x", reply_id="y", **judge).model_dump()
     assert "judge         grader-1 at judge:80: score 7, after a script's 1\n" in page(found)
-    assert f"prompt sha256 {'cd' * 32}" in page(found)
+    assert f"answered as x, reply y\n                prompt sha256 {'cd' * 32}" in page(found)
 
 
 @pytest.mark.parametrize("outcome", sorted(INFRA))

@@ -15,6 +15,7 @@ from rl360.ledger.checks import Check, audit_run
 from rl360.ledger.metrics import step_json
 from rl360.ledger.read import read_step, write_ledger
 from rl360.ledger.step import StepLedger
+from rl360.report.numbers import DASH
 from rl360.store.manifest import Manifest, commit_manifest
 from tests.unit.ledger_data import made_up_run
 from tests.unit.memory_store import MemoryStore
@@ -36,6 +37,25 @@ def test_tables_fit_a_terminal_and_hold_the_sums() -> None:
     total = sum(row.sampled_tokens for ledger in LEDGERS for row in ledger.attempts)
     assert ["all", f"{total:,}"] in [line.split()[:2] for line in text.splitlines()]
     assert "losses by cause" in text
+
+
+def test_a_kl_and_a_critic_have_a_table_where_there_is_one() -> None:
+    rows = [step_json(ledger) for ledger in LEDGERS]
+    titles = [table.title for table in ledger_tables("demo", rows)]
+    rows[1] |= {"kl_mean": 0.0213, "value_loss": 0.5, "explained_variance": -0.25}
+    (added,) = [table for table in ledger_tables("demo", rows) if table.title not in titles]
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None, highlight=False).print(added)
+    assert out.getvalue().split("\n")[1].split() == ["step", "KL", "value", "loss", "explained", "variance"]
+    assert [line.split() for line in out.getvalue().splitlines()[2:]] == [
+        ["0", DASH, DASH, DASH],
+        ["1", "0.021", "0.5", "-0.25"],
+        ["2", DASH, DASH, DASH],
+    ]
+    (narrow,) = [each for each in ledger_tables("demo", [rows[0] | {"kl_mean": 0.1}]) if each.title == added.title]
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None, highlight=False).print(narrow)
+    assert out.getvalue().startswith("reference policy and critic"), "in one line"
 
 
 def test_checks_are_one_line_for_a_run_and_one_each_for_a_step() -> None:

@@ -24,7 +24,7 @@ from rl360.harbor.verdict import run_key
 from rl360.replay import steps as replay_steps
 from rl360.replay import train as replay_train
 from rl360.replay.compare import Compared, compared
-from rl360.replay.steps import WORK, replay_task
+from rl360.replay.steps import WORK, manifest_of, replay_task
 from rl360.store.codec import pack, sha256_hex, unpack
 from rl360.store.layout import manifest_key, run_config_key, step_key, wave_key
 from rl360.store.manifest import Manifest, commit_manifest, put_object
@@ -160,8 +160,11 @@ def test_a_changed_ledger_and_a_missing_one(store: MemoryStore) -> None:
 
 def test_what_has_not_committed_and_a_store_that_is_away(store: MemoryStore) -> None:
     del store.objects[manifest_key("demo", 0, "report")]
-    with pytest.raises(BadInput, match="task report of demo step 0 has not committed"):
+    have = "committed are sample_groups, collect, filter_groups, train$"
+    with pytest.raises(BadInput, match=rf"task report of demo step 0 has not committed.*; {have}"):
         replayed(store, "report")
+    with pytest.raises(BadInput, match=r"task collect of demo step 7 has not .*; no step of the run has committed$"):
+        manifest_of(cast(Any, store), "demo", 7, "collect")
     store.down = True
     with pytest.raises(StoreUnavailable):
         replayed(store, "collect")
@@ -251,7 +254,7 @@ def test_the_command(store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys
 
     for args, said in (
         (("0", "--task", "push_weights"), "--task push_weights: cannot be replayed; choose among sample_groups"),
-        (("4",), "task sample_groups of demo step 4 has not committed"),
+        (("4",), "demo step 4 has not committed: there is nothing to compare with; the last committed step is 0\n"),
         (("-1",), "--help"),
     ):
         code, _, err = command(*args)
