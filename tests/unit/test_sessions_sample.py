@@ -381,6 +381,8 @@ def test_a_verdict_exactly_where_the_outcome_has_one(outcome: Outcome) -> None:
         (lambda w: w.update(stored=None, unmerged_tokens=-1), "-1 unmerged tokens"),
         (lambda w: w.update(unmerged_tokens=True), "unmerged_tokens is of type bool"),
         (lambda w: w.update(phases_s=None), "phases_s is of type NoneType"),
+        (lambda w: w["phases_s"].update(agent=None), "phases_s holds 'agent': None, expected numbers by name"),
+        (lambda w: w.update(agent_metrics={"format_errors": "1"}), "agent_metrics holds 'format_errors': '1'"),
         (lambda w: w.pop("task_id"), r"lacks \['task_id'\]"),
         (lambda w: w.update(sample=None), r"unknown \['sample'\]"),
     ],
