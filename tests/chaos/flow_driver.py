@@ -1,6 +1,8 @@
-"""Run `rl_run` in this process and SIGKILL it at a chosen point. Used by test_kill_flow.py in a process of its own.
+"""Run `rl_run` in processes of their own and SIGKILL them at a chosen point. Used by test_kill_flow.py.
 
-Usage: python tests/chaos/flow_driver.py CONFIG_JSON [KILL_POINT]
+Each line on stdin asks for a run: `{"config": ..., "kill_point": ... or null, "log": path}`; its exit code is answered
+on stdout (-9: killed). The processes are forks of this one, which has imported the flow and has run nothing of it: each
+begins where a new interpreter would, but for the seconds that importing takes.
 
 A kill point is `TASK:before` (work done, manifest not yet written), `TASK:after` (manifest written, nothing after it)
 or one of the named points inside a task's work: `roll_out:attempts` (some records stored), `train:sent` (the trainer
@@ -10,12 +12,18 @@ comes by that point, by a real SIGKILL: no `finally`, no hook, no atexit runs.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from typing import Any
+
+from flows.rl_run import rl_run
+from rl360.config.run import RunConfig
+
+DEADLINE_S = 300
 
 
 def _die() -> None:
@@ -81,15 +89,26 @@ def arm(point: str) -> None:
         raise SystemExit(f"unknown kill point {point}")
 
 
-def main() -> None:
-    from flows.rl_run import rl_run
-    from rl360.config.run import RunConfig
-
-    if len(sys.argv) > 2:
-        arm(sys.argv[2])
-    state = rl_run(RunConfig.parse(sys.argv[1]), return_state=True)
+def run(config: str, kill_point: str | None, log: str) -> None:
+    """In the fork: the run, what it writes in `log`."""
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for own, target in ((os.open(os.devnull, os.O_RDONLY), 0), (written, 1), (written, 2)):
+        os.dup2(own, target)
+    signal.alarm(DEADLINE_S)
+    if kill_point is not None:
+        arm(kill_point)
+    state = rl_run(RunConfig.parse(config), return_state=True)
     print(f"state {state.name}: {state.message}")
     raise SystemExit(0 if state.is_completed() else 1)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        assert threading.active_count() == 1, "a fork would miss the other threads of this process"
+        pid = os.fork()
+        if pid == 0:
+            run(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":

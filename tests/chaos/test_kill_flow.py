@@ -5,11 +5,13 @@ One run, one step per kill point: each step is killed at its point, then started
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +59,38 @@ def config_of(run: str, steps: int) -> RunConfig:
     )
 
 
-def drive(services: Services, config: RunConfig, kill_point: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`rl_run` in a process of its own, killed at `kill_point` when one is given."""
-    env = {
-        **os.environ,
-        "RL360_HOME": services.home,
-        "PREFECT_API_URL": services.prefect_api_url,
-        "PREFECT_HOME": f"{services.home}/prefect-tests",
-        "PYTHONPATH": str(ROOT),
-        "DO_NOT_TRACK": "1",
-    }
-    argv = [sys.executable, str(DRIVER), config.to_json().decode(), *([kill_point] if kill_point else [])]
-    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+class Driver:
+    """Runs in processes of their own, which flow_driver.py forks one after another."""
+
+    def __init__(self, services: Services, folder: Path) -> None:
+        self.log = folder / "run.log"
+        env = {
+            **os.environ,
+            "RL360_HOME": services.home,
+            "PREFECT_API_URL": services.prefect_api_url,
+            "PREFECT_HOME": f"{services.home}/prefect-tests",
+            "PYTHONPATH": str(ROOT),
+            "DO_NOT_TRACK": "1",
+        }
+        argv, pipe = [sys.executable, str(DRIVER)], subprocess.PIPE
+        self.process = subprocess.Popen(
+            argv, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
+
+    def run(self, config: RunConfig, kill_point: str | None = None) -> int:
+        """`rl_run`, killed at `kill_point` when one is given; its exit code."""
+        asked = {"config": config.to_json().decode(), "kill_point": kill_point, "log": str(self.log)}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture
+def driver(services: Services, tmp_path: Path) -> Iterator[Driver]:
+    made = Driver(services, tmp_path)
+    yield made
+    os.killpg(made.process.pid, signal.SIGKILL)  # and the run, when the test ended before it
+    made.process.wait(10)
 
 
 def committed(store: ObjectStore, run: str, step: int) -> dict[str, bytes]:
@@ -76,12 +98,12 @@ def committed(store: ObjectStore, run: str, step: int) -> dict[str, bytes]:
     return {key: store.get(key) for key in store.list(step_key(run, step, "manifests/"))}
 
 
-def test_killed_in_each_task_and_started_again(services: Services, store: ObjectStore) -> None:
+def test_killed_in_each_task_and_started_again(driver: Driver, store: ObjectStore) -> None:
     run = f"kill-{uuid.uuid4().hex[:8]}"
     for step, point in enumerate(POINTS):
         config = config_of(run, step + 1)
-        killed = drive(services, config, point)
-        assert killed.returncode == -signal.SIGKILL, f"{point}: not killed\n{killed.stdout}{killed.stderr}"
+        code = driver.run(config, point)
+        assert code == -signal.SIGKILL, f"{point}: not killed but ended with {code}\n{driver.log.read_text()}"
         before = committed(store, run, step)
         attempts_before = {
             key: store.get(key)
@@ -90,8 +112,8 @@ def test_killed_in_each_task_and_started_again(services: Services, store: Object
         }
         assert next_step(store, run) == (step + 1 if point == "report:after" else step)
 
-        again = drive(services, config)
-        assert again.returncode == 0, f"{point}: the second start failed\n{again.stdout}{again.stderr}"
+        code = driver.run(config)
+        assert code == 0, f"{point}: the second start ended with {code}\n{driver.log.read_text()}"
         assert finished_steps(store, run) == list(range(step + 1))
         after = committed(store, run, step)
         assert before.items() <= after.items(), f"{point}: a committed manifest changed"
