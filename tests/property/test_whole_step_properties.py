@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,14 +50,15 @@ from tests.property.whole_step import (
 from tests.unit.ledger_data import PUSH, train_result
 from tests.unit.memory_store import MemoryStore
 
-THOUSAND = settings(deadline=None, max_examples=1000)  # of two gradients or two replays each
+pytestmark = pytest.mark.timeout(900)  # of seconds on a core of its own, minutes on a busy machine
+THOUSANDS = settings(deadline=None, max_examples=2000)
 shuffles = st.integers(0, 2**32 - 1).map(random.Random)
 
 
 # -- conservation -----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=1500)
+@THOUSANDS
 @given(batches, configs, st.booleans())
 def test_every_sampled_token_is_in_one_bucket_and_what_trains_is_what_has_a_gradient(
     choose: Choices, config: ObjectiveConfig, scored: bool
@@ -109,7 +111,7 @@ def _gradient_where_trained(step: Step, config: ObjectiveConfig) -> None:
 # -- splits -----------------------------------------------------------------------------------------------------------
 
 
-@THOUSAND
+@THOUSANDS
 @given(batches, configs, st.integers(1, 5), st.integers(1, 3), st.sampled_from([1.0, 1.3, 2.5, 6.0]))
 def test_ranks_and_micro_batches_change_the_rounding_only(
     choose: Choices, config: ObjectiveConfig, ranks: int, multiple: int, room: float
@@ -147,7 +149,7 @@ def test_ranks_and_micro_batches_change_the_rounding_only(
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-@THOUSAND
+@THOUSANDS
 @given(batches, configs, st.booleans(), shuffles)
 def test_order_of_attempts_and_groups_changes_no_bit(
     choose: Choices, config: ObjectiveConfig, scored: bool, shuffle: random.Random
@@ -168,7 +170,7 @@ COUNTS_ALL = {"attempts", "outcomes", "attempt_bars", "groups", "sampled_tokens"
 COUNTS_ALL |= {"forwards", "cache_share", "decode_row_share", "losses_by_cause"}
 
 
-@THOUSAND
+@THOUSANDS
 @given(batches, configs, st.booleans(), shuffles)
 def test_attempts_lost_beside_the_rest_change_the_infra_rate_and_no_bit_of_the_rest(
     choose: Choices, config: ObjectiveConfig, scored: bool, shuffle: random.Random
@@ -240,7 +242,7 @@ def _planned() -> dict[str, bytes]:
 PLANNED = _planned()
 
 
-@THOUSAND
+@THOUSANDS
 @given(batches, st.sampled_from(RUNS))
 def test_what_is_computed_again_from_the_records_is_equal_to_the_byte(choose: Choices, config: RunConfig) -> None:
     records = records_of(choose)
