@@ -2,8 +2,8 @@
 
 For engines started with SGLang's `--remote-instance-weight-loader-start-seed-via-transfer-engine`: each says at which
 address every parameter of it lies. No call carries weights; `calls` counts the writes of a bucket. Needs the extra
-`rdma` (`pip install rl360[rdma]`), imported on first use. Written against Mooncake's and SGLang's interfaces and tested
-up to the addresses that are written; never run over RDMA, nor on a real engine: SGLang offers it on CUDA only.
+`rdma` (`pip install rl360[rdma]`), imported on first use. Tested up to the addresses that are written. With Mooncake
+0.3.13 over TCP it was run by hand between processes; never over RDMA, nor on a real engine: SGLang offers it on CUDA.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class RdmaWire:
         has ended, nothing more is sent to that engine, so none is confirmed while an old write may still land."""
         check_tensors(bucket.tensors, lane.parcels.known)
         url, remote = lane.engine.url, self._remotes[lane.engine.url]
-        flat = await asyncio.to_thread(lane.parcels.flat, bucket)
+        # a copy of its own: a buffer that another lane has registered is refused
+        flat = await asyncio.to_thread(common.flatten, bucket, lane.parcels.tensors)
         todo = writes(bucket, lane.parcels.known, remote)
 
         def write() -> int:
