@@ -16,7 +16,7 @@ import pytest
 
 from rl360.sessions import routes, wire
 from rl360.sessions.anthropic import message_body, message_sse, read_messages
-from rl360.sessions.bodies import AnthropicError, ChatReply, CountReply, MessagesReply
+from rl360.sessions.described import AnthropicError, ChatReply, CountReply, MessagesReply
 from rl360.sessions.merge import merge, snapshot
 from rl360.sessions.messages import Message
 from tests.unit.late import Late

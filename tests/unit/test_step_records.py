@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from rl360.agents.records import put_table, read_table, refuse_unplanned
-from rl360.agents.rollout import AttemptSpec
+from rl360.agents.rollout import AttemptSpec, Played
 from rl360.config.run import RunConfig
 from rl360.errors import CorruptObject
 from rl360.harbor.verdict import run_key
@@ -225,10 +225,14 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         return
 
-    async def attempt(self, spec: AttemptSpec, try_index: int) -> AttemptRecord:
+    async def play(self, spec: AttemptSpec, try_index: int) -> Played:
         name = spec.attempt_id(try_index)
         Client.asked.append(name)
-        return next(record for record in RECORDS if record.attempt_id == name)
+        record = next(record for record in RECORDS if record.attempt_id == name)
+        return Played(spec, try_index, record.started_at, record.session_id, None, record.outcome, "")
+
+    async def finish(self, played: Played) -> AttemptRecord:
+        return next(record for record in RECORDS if record.attempt_id == played.attempt_id)
 
     async def close_session(self, *_: str) -> None:
         return
