@@ -9,7 +9,7 @@ import orjson
 import typer
 
 from rl360.config.freeze import load_frozen, load_target
-from rl360.config.run import RunConfig
+from rl360.config.run import ObjectiveConfig, RunConfig
 from rl360.config.services import Services, load_services
 from rl360.errors import BadInput, Rl360Error
 
@@ -141,6 +141,7 @@ def fork(
 def forked_config(store: ObjectStore, run: str, new: str, from_step: int | None, changes: dict[str, Any]) -> RunConfig:
     """The config of the fork. `BadInput` when the name is taken, there is no such checkpoint or no step is left."""
     from rl360.store.layout import run_config_key
+    from rl360.store.progress import step_folders
     from rl360.training.saved import parent_at
 
     if taken := {"run", "parent"} & changes.keys():
@@ -148,6 +149,9 @@ def forked_config(store: ObjectStore, run: str, new: str, from_step: int | None,
     frozen = load_frozen(store, run)
     if store.exists(run_config_key(new)):
         raise BadInput(f"run {new} is there already; give the fork another name, or `rl360 run resume {new}`")
+    begun = step_folders(store, run)
+    if from_step is not None and begun and from_step > begun[-1]:
+        raise BadInput(f"--from-step {from_step}: run {run} has no such step, its last is {begun[-1]}")
     parent = parent_at(store, frozen, from_step)
     left = load_target(store, run) - parent.step - 1
     if "steps" not in changes and left < 1:
@@ -307,8 +311,16 @@ def with_absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_config(frozen: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """The run's config with some fields changed. Checked as a whole: what must fit together may be of both."""
-    return RunConfig.parse(_merge(frozen.model_dump(mode="json"), changes))
+    """The run's config with some fields changed. Checked as a whole: what must fit together may be of both.
+
+    Another preset takes the place of the frozen one: what that had filled in goes, what was given beside it stays.
+    """
+    base = frozen.model_dump(mode="json")
+    objective = changes.get("objective")
+    if isinstance(objective, dict) and "preset" in objective:
+        filled = ObjectiveConfig(preset=frozen.objective.preset).model_dump(mode="json")
+        base["objective"] = {name: value for name, value in base["objective"].items() if value != filled[name]}
+    return RunConfig.parse(_merge(base, changes))
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

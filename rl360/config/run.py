@@ -35,8 +35,11 @@ class _Section(BaseModel):
         """Not asked of what was frozen: a run that began before there was a rule can be read, not started."""
         for broken, why in () if info.context == FROZEN else self._rules():
             if broken:
-                raise ValueError(why)
+                raise ValueError(why + self._recipe())
         return self
+
+    def _recipe(self) -> str:
+        return ""
 
 
 class PolicyConfig(_Section):
@@ -275,12 +278,17 @@ class ObjectiveConfig(_Section):
         yield self.loss != "ppo" and recomputed, f"loss {self.loss} {why}, nothing to clip"
         yield dual and recomputed, f"dual_clip {why}, never reached"
         yield dual and self.loss != "ppo", f"dual_clip belongs to loss ppo, not {self.loss}"
-        yield how == "off" and bool(self._given(ends)), f"{' and '.join(ends)} say nothing with correction off"
+        yield (
+            how == "off" and bool(self._given(ends)),
+            f"{', '.join(self._given(ends))} says nothing with correction off",
+        )
         why = f"correction_low says nothing with correction {how}; it belongs to clip and mask"
         yield low is not None and how not in ("clip", "mask"), why
         yield how == "clip" and low is None, "correction clip needs correction_low"
         why = f"correction_low {low} is not below correction_high {self.correction_high}"
         yield low is not None and low >= self.correction_high, why
+        why = f"disagreement_rtol {self.disagreement_rtol:g} is not below 1: any two rewards of one sign would agree"
+        yield self.disagreement_rtol >= 1, why
         why = "filter_on shaped says nothing without format_error_penalty"
         yield self.filter_on == "shaped" and not self.format_error_penalty, why
         why = f"normalize_std belongs to estimator grpo; {self.estimator} has its own scale"
@@ -289,6 +297,11 @@ class ObjectiveConfig(_Section):
         yield self.reduction_constant is not None and self.reduction != "constant", why
         yield from self._kl_rules()
         yield from self._critic_rules()
+
+    def _recipe(self) -> str:
+        """Fields that whoever reads a refusal may not have given."""
+        sets = ", ".join(f"{name} {value}" for name, value in PRESETS[self.preset].items())
+        return f" (preset {self.preset} sets {sets})" if sets else ""
 
     def _given(self, names: Iterable[str]) -> list[str]:
         """Those of `names` that have another value than by default."""

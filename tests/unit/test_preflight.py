@@ -22,7 +22,7 @@ from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import BadInput
 from rl360.preflight import check_start
-from rl360.store.layout import checkpoint_prefix, run_config_key
+from rl360.store.layout import checkpoint_prefix, manifest_key, run_config_key
 from rl360.store.manifest import Manifest, commit_manifest
 from rl360.training import saved
 from tests.unit.memory_store import MemoryStore
@@ -261,6 +261,7 @@ def parent(model: Path) -> MemoryStore:
             run="r1", step=step, next_step=step + 1, version=step, weights_digest=f"{step:064x}", layout="l", objects={}
         )
         store.put(checkpoint_prefix("r1", step) + "manifest.json", manifest.model_dump_json().encode())
+        store.put(manifest_key("r1", step, "checkpoint"), b"{}")
     return store
 
 
@@ -288,6 +289,7 @@ def test_a_fork_has_its_parents_config_but_for_what_is_changed(parent: MemorySto
     ("arguments", "words"),
     [
         ({"from_step": 3}, "run r1 has no checkpoint at or before step 3; it has those after 4, 9"),
+        ({"from_step": 12}, "--from-step 12: run r1 has no such step, its last is 9"),
         ({"new": "r1"}, "run r1 is there already; give the fork another name"),
         ({"run": "x"}, "--set run: the fork's name and parent are not set this way"),
         ({"parent": {}}, "--set parent: "),

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rl360.commands.run import changed_config, read_config, read_fields
-from rl360.config.run import RunConfig
+from rl360.config.run import ObjectiveConfig, RunConfig
 from rl360.errors import BadInput
+from rl360.objective.presets import PRESETS
 
 
 def test_nothing_given_is_the_demo() -> None:
@@ -118,3 +119,18 @@ def test_a_resume_is_checked_against_its_own_fields_not_against_defaults() -> No
         changed_config(frozen, read_fields(None, ["deadlines.queue_s=1900"]))
     with pytest.raises(BadInput, match=r"unknown key deadlines\.queue"):
         changed_config(frozen, read_fields(None, ["deadlines.queue=1"]))
+
+
+def test_another_preset_takes_the_place_of_the_frozen_one() -> None:
+    """Frozen, every field is given; had they won, the run would be named after a recipe that it does not follow."""
+    given = {"format_error_penalty": 0.1, "clip_low": 0.3}
+    frozen = RunConfig.parse(RunConfig.parse({"objective": {"preset": "grpo", **given}}).to_json())
+    for name in sorted(PRESETS.keys() - {"gspo", "cispo"}):
+        found = changed_config(frozen, read_fields(None, [f"objective.preset={name}", "objective.clip_high=0.5"]))
+        assert found.objective == ObjectiveConfig(preset=name, clip_high=0.5, **given), name
+    found = changed_config(frozen, read_fields(None, ["objective.preset=gspo"])).objective
+    assert (found.loss, found.clip_low, found.clip_high) == ("gspo", 0.3, 4e-4)
+    with pytest.raises(BadInput, match=r"normalize_std belongs to estimator grpo; rloo .*\(preset grpo sets"):
+        changed_config(frozen, read_fields(None, ["objective.estimator=rloo"]))
+    with pytest.raises(BadInput, match=r"objective.preset: Input should be 'rl360', .*\(got 'pppo'\)"):
+        changed_config(frozen, read_fields(None, ["objective.preset=pppo"]))
