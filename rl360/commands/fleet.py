@@ -371,13 +371,19 @@ def confirm_gone(
     Example: rl360 fleet confirm-gone engine-1 --reason "node n7 was powered off"
     """
     from rl360.engines import membership
+    from rl360.weights import fence
 
     services, store, log = _open()
     if engine.startswith("keeper:"):
         membership.keeper_is_gone(store, engine, reason, _me())
         typer.echo(f"recorded: {engine} is gone ({reason})")
         return
-    name, url = find_engine(services, log.refresh(), engine)
+    named = {e.url for intent in fence.open_intents(store) for e in intent.engines}
+    # an unfinished push may name an engine that is the fleet's no more
+    url = engine.rstrip("/")
+    state = log.refresh()
+    strange = url in named and url not in known_engines(services, state).values()
+    name, url = (url, url) if strange else find_engine(services, state, engine)
     probes, _ = asyncio.run(look(services, [url])) if url else ([], {})
     now = probes[0].identity if probes else None
     for line in membership.is_gone(store, log, name, url, now, reason, _me()):

@@ -11,9 +11,9 @@ import time
 import uuid
 from pathlib import Path
 
-import httpx
 import pytest
 
+from rl360.commands.prefect_api import PrefectApi
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.engines.fleet import EngineIdentity
@@ -59,8 +59,8 @@ def _check_event(services: Services, store: ObjectStore, driver: Driver, config:
     asked = {"event": {"name": ["rl360.push.path-changed"]}, "resource": {"id": [f"rl360.run.{config.run}"]}}
     until = time.monotonic() + 30
     while True:  # Prefect takes events in when it comes to them
-        url = f"{services.prefect_api_url}/events/filter"
-        found = httpx.post(url, json={"filter": asked}, timeout=30).json()["events"]
+        api = PrefectApi(services.prefect_api_url, "")
+        found = api._call("POST", "/events/filter", {"filter": asked})["events"]
         if found or time.monotonic() > until:
             break
         time.sleep(1)
@@ -81,11 +81,8 @@ def test_goes_on_at_the_push_after_a_persons_word(
                 assert driver.run(config) == 1, driver.log.read_text()
                 assert "state CleanupUnconfirmed" in driver.log.read_text()
             assert committed(store, run, 0) == before
-            found = httpx.post(
-                f"{services.prefect_api_url}/artifacts/filter",
-                json={"artifacts": {"key": {"any_": [f"{run}-unconfirmed"]}}},
-                timeout=30,
-            ).json()
+            asked = {"artifacts": {"key": {"any_": [f"{run}-unconfirmed"]}}}
+            found = PrefectApi(services.prefect_api_url, "")._call("POST", "/artifacts/filter", asked)
             for fact in (ELSEWHERE, intent.engines[0].incarnation, f"epoch {intent.epoch}", intent.group_name):
                 assert fact in found[0]["data"]
             assert f"rl360 fleet confirm-gone {ELSEWHERE}" in found[0]["data"]
