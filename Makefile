@@ -28,8 +28,8 @@ demo: setup  ## services, a run of STEPS steps, its report
 test: setup  ## unit and property tests, those of Megatron-core and the trainer, then those with real services
 	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not contract and not chaos" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/property -n 2 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/contract/test_train*.py -n 2 --dist loadfile $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/contract tests/chaos --ignore-glob='*/test_train*' --durations=40 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/contract/test_train*.py tests/contract/test_weights*.py -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/contract tests/chaos --ignore-glob='*/test_train*' --ignore-glob='*/test_weights*' --durations=40 $(PYTEST_ARGS)
 
 test-fast: setup  ## unit and property tests only
 	$(BIN)/python -m pytest tests/unit tests/property -m "not contract and not chaos" $(PYTEST_ARGS)

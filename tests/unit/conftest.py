@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 LONGEST = (
-    "test_push_schedules",
-    "test_push_points",
     "test_weights_push",
     "test_push_set_changes",
     "test_sessions_hostile",

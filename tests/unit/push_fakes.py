@@ -254,8 +254,10 @@ class Engine(Server):
     async def restart(self) -> None:
         """It takes a real one half a minute; here, longer than a push needs from a probe to the gateway."""
         self.die()
+        ended = self.process
         await asyncio.sleep(self.world.deadline_s)
-        await self.start()
+        if self.process is ended:  # else somebody mended it meanwhile
+            await self.start()
 
     @property
     def content(self) -> str:

@@ -25,6 +25,8 @@ from rl360.weights.transports.common import SenderFault, bury, connect, flatten,
 from rl360.weights.transports.rdma import Remote, writes
 from tests.unit.gloo_engines import GlooEngine, bytes_of, engine_set, moe_tensors, run_beside
 
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+
 DEADLINE_S = 2.0
 TENSORS = moe_tensors()
 EACH = pytest.mark.parametrize("transport", [Transport.BROADCAST, Transport.DIRECT_EXPERTS, Transport.P2P])
