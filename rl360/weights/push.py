@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -319,7 +319,7 @@ class _Push:
         finally:
             try:
                 if record is None:
-                    await self.give_up(receivers)
+                    await _to_its_end(self.give_up(receivers))
             finally:
                 fence.mark_running(owner, False)
         return kept
@@ -497,6 +497,21 @@ class _Push:
             engines=(),
             reason=f"unfinished; its receivers are gone or were taken over by epoch {epoch}",
         )
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """A cancellation meanwhile counts once the work is done: half let go, engines would stay paused. Each of its calls
+    has a deadline."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None and not task.exception():
+        raise cancelled
+    task.result()
 
 
 @dataclass(frozen=True)

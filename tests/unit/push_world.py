@@ -358,7 +358,10 @@ class World:
         """What it says is so."""
         if record.status is not PushStatus.CONFIRMED or not record.serving:
             self.violate(f"a push returned a record of status {record.status}")
-        serving = {engine.identity.url for engine in record.serving}
+        # what a step returns again is its first record; the engines follow the newest push
+        last = fence.last_record(self.store)
+        newest = last if last is not None and last.version == record.version else record
+        serving = {engine.identity.url for engine in newest.serving}
         if not set(self.gateway.urls()) <= serving:
             self.violate(f"the gateway sends to {self.gateway.urls()}, confirmed are {sorted(serving)}")
         for url in serving:
