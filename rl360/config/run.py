@@ -318,12 +318,9 @@ class ObjectiveConfig(_Section):
 
     def _kl_rules(self) -> Rules:
         kind, given = self.kl_estimator, self._given(_KL_FIELDS)
-        in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == where for where in ("loss", "reward"))
         yield not self.kl_coef and bool(given), f"{', '.join(given)} says nothing with kl_coef 0"
         why = "kl_estimator k1 in the loss is no penalty, its gradient has mean 0: use k2 or k3, or kl_in reward"
-        yield in_loss and kind == "k1", why
-        why = f"kl_in reward takes kl_estimator k1: with {kind} the gradient is not that of the KL"
-        yield in_reward and kind != "k1", why
+        yield self.kl_coef > 0 and self.kl_in == "loss" and kind == "k1", why
 
 
 class TrainerConfig(_Section):

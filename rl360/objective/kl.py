@@ -11,18 +11,19 @@ Divergence", 2020, joschu.net/blog/kl-approx.html):
 What each does as a loss is its own gradient, not the KL's (arXiv 2510.01555; arXiv 2506.09477): on the policy's own
 samples that of k1 has mean 0, that of k2 is the gradient of KL(policy || reference), that of k3 the gradient of
 KL(reference || policy), which agrees to first order in d; low_variance has none where it is bounded. As a reward only
-k1 has the gradient of KL(policy || reference). The config refuses k1 in the loss and the others in the reward.
+k1 has the gradient of KL(policy || reference); the others are there because other trainers offer them (verl's
+kl_penalty). The config refuses k1 in the loss: no penalty at all.
 
 In the reward (`reward_advantages`), by estimator of the baseline:
 
-    rloo          R = r - coefficient * sum of k1 over the answer, then R - mean(R of the group's others)
+    rloo          R = r - coefficient * sum of it (k1 in the papers) over the answer, R - mean(R of the group's others):
                   RLOO, arXiv 2402.14740, section 2; Ouyang et al., arXiv 2203.02155, equation 2
     grpo          the same R, then R - mean(R of the group), with normalize_std divided by the group's deviation of it;
                   reinforce_pp_baseline: by the step's. As verl does (algorithm.use_kl_in_reward, which any estimator
                   takes: apply_kl_penalty in ray_trainer.py); the papers of both have their KL in the loss
-    reinforce_pp  A_t = r - coefficient * sum of k1 from t to the answer's end, then (A_t - mean) / std over all
+    reinforce_pp  A_t = r - coefficient * sum of it from t to the answer's end, then (A_t - mean) / std over all
                   trained tokens of the step: REINFORCE++, arXiv 2501.03262, equations for A, KL(t) and A^norm
-    gae           r_t = -coefficient * k1 of token t, and the score at the last one: Ouyang et al., arXiv 2203.02155,
+    gae           r_t = -coefficient * estimate at token t, and the score at the last: Ouyang et al., arXiv 2203.02155,
                   equation 2, by token as Ziegler et al., arXiv 1909.08593, section 2.1 (rl360.training.critic)
 """
 
@@ -85,7 +86,7 @@ def kl_loss(
 
 @dataclass(frozen=True)
 class RowKl:
-    """The k1 of one sample: `total` over its trained tokens; over the sums from each of them to the end, their number,
+    """The KL of one sample: `total` over its trained tokens; over the sums from each of them to the end, their number,
     sum and sum of squares. float64: what ranks tell each other of their samples."""
 
     total: float
@@ -115,7 +116,7 @@ def reward_advantages(
     normalize_std: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of a step's rows (its samples that train, all of them, in order): `base` and `slope`, float64 `[rows]`, with
-    which the advantage of a token of row i is base[i] + slope[i] * (sum of k1 from the token to the row's end).
+    which the advantage of a token of row i is base[i] + slope[i] * (sum of the KL from the token to the row's end).
 
     advantages: without the KL, as the filter gave them; scored: group and score of every attempt that has one, which
     estimators with a deviation need. An attempt's KL is that of all its rows. A group's baseline of the KL is of its

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject
 from rl360.objective.advantages import CRITIC
-from rl360.objective.kl import RowKl, kl_ahead, reward_advantages
+from rl360.objective.kl import RowKl, kl_ahead, reward_advantages, token_kl
 from rl360.store.codec import sha256_hex
 from rl360.store.layout import actor_prefix, reference_key
 from rl360.store.manifest import ObjectRef, get_object, put_object
@@ -168,18 +168,18 @@ class Actors:
         see the KL of all samples, so the result depends on no split."""
         objective = self.config.objective
         found = self.policy.batch_logprobs(micro, self.config.rollout.temperature)
+        kls = [_token_kl(one, values, objective.kl_estimator) for one, values in zip(micro, found, strict=True)]
         if objective.estimator == CRITIC:  # taken off by token, before the critic judges
-            each = ((one, values, one.reference) for one, values in zip(micro, found, strict=True))
             return [
-                one if values is None or of is None else replace(one, token_rewards=objective.kl_coef * (of - values))
-                for one, values, of in each
+                one if kl is None else replace(one, token_rewards=-objective.kl_coef * kl)
+                for one, kl in zip(micro, kls, strict=True)
             ]
         mine: dict[int, RowKl] = {}
         ahead: dict[int, np.ndarray] = {}
-        for one, values in zip(micro, found, strict=True):
-            if values is not None and one.reference is not None:
+        for one, kl in zip(micro, kls, strict=True):
+            if kl is not None:
                 for row, index in enumerate(one.indices):
-                    mine[index], ahead[index] = kl_ahead(values[row] - one.reference[row], one.mask[row])
+                    mine[index], ahead[index] = kl_ahead(kl[row], one.mask[row])
         every = {index: row for part in gathered(mine) for index, row in part.items()}
         base, slope = reward_advantages(
             objective.estimator,
@@ -200,6 +200,14 @@ class Actors:
             return replace(one, advantages=advantages)
 
         return [moved(one) for one in micro]
+
+
+def _token_kl(one: MicroBatch, values: np.ndarray | None, kind: str) -> np.ndarray | None:
+    """The KL of each trained token, 0 elsewhere, `[rows, width]`."""
+    if values is None or one.reference is None:
+        return None
+    kl = token_kl(torch.from_numpy(values), torch.from_numpy(one.reference), kind).numpy()
+    return np.where(one.mask.astype(bool), kl, np.float32(0))
 
 
 def _with_old(one: MicroBatch, values: np.ndarray | None, version: int) -> MicroBatch:

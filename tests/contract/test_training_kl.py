@@ -142,8 +142,12 @@ def test_a_reference_is_given_the_engines_routing(models: dict[str, Path]) -> No
 
 @pytest.mark.parametrize(
     "objective",
-    [KL, {"estimator": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}],
-    ids=["loss", "reward"],
+    [
+        KL,
+        {"estimator": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+        {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3"},
+    ],
+    ids=["loss", "reward", "k3 reward"],
 )
 def test_a_lost_memory_and_a_replay_end_in_the_same_bits(models: dict[str, Path], objective: dict[str, Any]) -> None:
     store = new_store(models["start"], objective={**objective, "reference": str(models["other"])})
