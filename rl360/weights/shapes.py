@@ -8,6 +8,7 @@ last one (`num_nextn_predict_layers`) are left out: the model that an engine ser
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,8 @@ class _Config(BaseModel):
         """The experts of this layer; None for a dense one."""
         return None
 
-    def attention(self, head: str) -> Iterator[TensorSpec]:
-        raise NotImplementedError  # each family's
+    @abstractmethod
+    def attention(self, head: str) -> Iterator[TensorSpec]: ...
 
     @property
     def kv_heads(self) -> int | None:

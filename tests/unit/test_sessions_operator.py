@@ -169,6 +169,32 @@ def test_only_the_place_of_this_attempt_is_written(bench: Bench, key: str) -> No
     assert bench.chat(session_id, CHAT).status_code == 200  # and it was not sealed
 
 
+def test_storing_many_answers_each_and_null_for_what_is_not_stored(bench: Bench) -> None:
+    session_id, (empty, _) = spoken(bench), bench.create()
+    asked = [
+        {"session_id": empty, "key": KEY},
+        {"session_id": session_id, "key": KEY, "pick": "last"},
+        {"session_id": "nobody", "key": KEY},
+        {"session_id": session_id, "key": merged_key("run-1", 3, 1, ATTEMPT)},
+        {"session_id": session_id, "key": KEY},
+    ]
+    reply = bench.post("/sessions/store", {"sessions": asked})
+    stored = described.StoreManyReply.model_validate(reply.json()).stored
+    alone = bench.post(f"/sessions/{session_id}/store", {"key": KEY}).json()
+    assert [None if one is None else one.model_dump() for one in stored] == [None, alone, None, None, alone]
+    assert list(bench.service.store_in.objects) == [KEY] and bench.get("/health").json()["stored"] == 1
+    assert refusal(bench.chat(empty, CHAT)) == (409, "sealed"), "as when it is asked for alone"
+
+
+def test_storing_many_refuses_a_malformed_list_and_stores_nothing(bench: Bench) -> None:
+    one = {"session_id": spoken(bench), "key": KEY}
+    for body in (None, [one], {"sessions": []}, {"sessions": [one] * 65}, {"sessions": [one, {"key": KEY}]}):
+        assert refusal(bench.post("/sessions/store", body)) == (400, "bad_body")
+    reply = bench.http.post("/sessions/store", json={"sessions": [one]}, headers={"Authorization": "Bearer wrong"})
+    assert refusal(reply) == (401, "unauthorized")
+    assert not bench.service.store_in.objects
+
+
 def test_storing_what_cannot_be_stored(bench: Bench) -> None:
     empty, _ = bench.create()
     assert refusal(bench.post(f"/sessions/{empty}/store", {"key": KEY})) == (422, "cannot_merge")
