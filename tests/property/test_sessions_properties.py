@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -612,6 +612,7 @@ def test_values_are_counted_outside_strings_wherever_the_steps_end(
             assert messages_module.too_many_values(text.encode()) == (most < found and len(text.encode()) > step)
 
 
+@example(history=[[]], more=[None], other=[None, []], shape="twice", style={"separators": (",", ":")})
 @given(
     history=st.lists(small_json.filter(lambda value: value is not None), min_size=1, max_size=5),
     more=st.lists(small_json, max_size=2),
@@ -649,4 +650,5 @@ def test_a_body_cut_at_what_is_known_reads_as_the_whole_one(
             known, rest = wire.cut(data, held)
         found, whole = read(rest, known), read(data)
         assert found == whole or (shape == "twice" and known and found is Refusal.BAD_BODY)
-        assert known == held[: len(known)] and (known or rest is data)
+        # an Anthropic body has its system prompt elsewhere: what it begins with may be held from the second on
+        assert known in (held[: len(known)], held[1 : 1 + len(known)]) and (known or rest is data)
