@@ -53,13 +53,16 @@ def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
 async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_version: str, log: RecordLog) -> None:
     engines = EngineWatch(job, weight_version)
     room = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
+    # what ended and is not stored yet fills the session servers: as much of it as plays, then the rest waits
+    begun = asyncio.Semaphore(2 * job.config.rollout.max_concurrent)
 
     async def one(client: RolloutClient, spec: AttemptSpec) -> None:
         earlier: list[AttemptRecord] = []
         while (stored := log.stored.get(spec.attempt_id(len(earlier)))) is not None:
             earlier.append(stored)
         with log.writer():
-            await roll_out_slot(client, spec, earlier, room, log.keep, engines.mend)
+            async with begun:
+                await roll_out_slot(client, spec, earlier, room, log.keep, engines.mend)
 
     try:
         client = RolloutClient(job.services, job.config, job.step, wave, weight_version)

@@ -65,6 +65,7 @@ class Played:
     spec: AttemptSpec
     try_index: int
     started_at: float
+    ended_at: float
     session_id: str
     reply: RunReply | None
     outcome: Outcome
@@ -139,7 +140,7 @@ class RolloutClient:
                 outcome, detail = lost.outcome, lost.detail
                 if session_id:
                     await self._flush(attempt_id)
-        return Played(spec, try_index, started_at, session_id, reply, outcome, detail)
+        return Played(spec, try_index, started_at, time.time(), session_id, reply, outcome, detail)
 
     async def finish(self, played: Played) -> AttemptRecord:
         """The second part of `attempt`: what it sampled is stored; its record."""
@@ -174,7 +175,7 @@ class RolloutClient:
             domain=spec.domain,
             detail=detail[:500],
             started_at=played.started_at,
-            finished_at=time.time(),
+            finished_at=played.ended_at,
             phases_s=reply.phases.model_dump() if reply is not None else {},
             agent_metrics=dict(reply.agent_metrics) if reply is not None else {},
             cleanup_confirmed=reply.cleanup.confirmed if reply is not None else False,
@@ -271,29 +272,29 @@ class RolloutClient:
         key = merged_key(self.config.run, self.step, self.wave, attempt_id)
         server = spread(self.services.session_urls, attempt_id)
         url, body = f"{server}/sessions/{session_id}/store", {"key": key, "pick": self.config.rollout.pick}
+        together = await self._stores.store(server, {"session_id": session_id, **body})
         try:
-            answer: Any = await self._stores.store(server, {"session_id": session_id, **body})
-            if answer is None:
-                answer = orjson.loads(await self._ask_sessions(url, body))
-            ref = SampleRef.from_wire(answer, url)
+            if together is not None and (ref := SampleRef.from_wire(together, url)).key == key:
+                return ref
+        except CorruptObject:
+            pass  # asked alone, the server says what is the matter
+        try:
+            ref = SampleRef.from_wire(orjson.loads(await self._ask_sessions(url, body)), url)
         except (orjson.JSONDecodeError, CorruptObject) as error:
             raise _Lost(Outcome.SESSION_LOST, _shown(f"{url}: reply is not a reference ({error})"[:500], url)) from None
         if ref.key != key:
             raise _Lost(Outcome.SESSION_LOST, _shown(f"{url}: stored under {ref.key}, was asked for {key}", url))
         return ref
 
-    async def _ask_stores(self, server: str, sessions: list[Item]) -> list[Item | None]:
-        """A reference for each that was stored. Whatever goes wrong is found out, and told, by asking for one alone."""
-        nothing: list[Item | None] = [None] * len(sessions)
+    async def _ask_stores(self, server: str, sessions: list[Item]) -> list[Item | None] | None:
+        """What the server answers for each; None when it does not answer as it should."""
         try:
-            limit_s = self.config.deadlines.collect_s
-            status, answer = await _answer(
-                self._sessions, "POST", f"{server}/sessions/store", {"sessions": sessions}, limit_s
-            )
-            stored = orjson.loads(answer)["stored"] if status == 200 else nothing
+            limit_s, body = self.config.deadlines.collect_s, {"sessions": sessions}
+            status, answer = await _answer(self._sessions, "POST", f"{server}/sessions/store", body, limit_s)
+            stored = orjson.loads(answer)["stored"] if status == 200 else None
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError):
-            return nothing
-        return stored if isinstance(stored, list) and len(stored) == len(sessions) else nothing
+            return None
+        return stored if isinstance(stored, list) and len(stored) == len(sessions) else None
 
     async def _sampled_tokens(self, attempt_id: str, session_id: str) -> int | None:
         """What a session that could not be stored says it sampled; None when it cannot be asked."""

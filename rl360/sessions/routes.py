@@ -338,17 +338,19 @@ class Service:
         return Reply(orjson.dumps((await self._stored(call.session_id, body)).to_wire()))
 
     async def store_many(self, call: Call) -> Reply:
-        """Side by side. What cannot be stored is null: asked for alone, it says why."""
+        """Side by side. What cannot be stored now is null: asked for alone, it says why or is waited for."""
 
         async def one(asked: StoreOne) -> dict[str, Any] | None:
-            try:
-                return (await self._stored(asked.session_id, asked)).to_wire()
-            except (SessionRefusal, BadInput, StoreUnavailable) as error:
-                log.info("of %d sessions to store, one is not: %s", len(body.sessions), error)
+            if self.registry.get(asked.session_id).turns:  # they may take long, and the others would wait for it
                 return None
+            return (await self._stored(asked.session_id, asked)).to_wire()
 
         body = _validated(StoreManyBody, await self.read_body(call))
-        return Reply(orjson.dumps({"stored": await asyncio.gather(*map(one, body.sessions))}))
+        stored = await asyncio.gather(*map(one, body.sessions), return_exceptions=True)
+        for error in stored:
+            if isinstance(error, BaseException):
+                log.info("of %d sessions to store, one is not: %r", len(stored), error)
+        return Reply(orjson.dumps({"stored": [None if isinstance(s, BaseException) else s for s in stored]}))
 
     async def _stored(self, session_id: str, asked: StoreBody) -> SampleRef:
         with self.registry.using(session_id) as held:

@@ -61,6 +61,7 @@ def server(
     bodies: dict[str, dict] | None = None,
     hangs_up: str = "",
     described: tuple[int, object] = (404, {}),
+    together: tuple[int, object] = (404, {}),
 ) -> Iterator[tuple[str, list[str]]]:
     """Answers `/run` with these in turn, the last one again and again; a session is always made, and answers `stored`
     when it is to store its samples. `bodies`: gets the last body of each path. Connections are kept; the first request
@@ -84,6 +85,8 @@ def server(
                     200,
                     {"session_id": "id-of-a-session", "base_url": "http://h/sessions/id-of-a-session/v1"},
                 )
+            elif self.path == "/sessions/store":
+                status, body = together
             else:
                 status, body = stored if self.path == "/sessions/id-of-a-session/store" else (200, {})
             if bodies is not None:
@@ -381,6 +384,33 @@ def test_only_a_lost_try_holds_its_place_until_it_is_stored(tmp_path: Path, outc
     with server((200, run_reply(outcome))) as (url, _):
         asyncio.run(go())
     assert held == waiting
+
+
+@pytest.mark.parametrize(
+    "together",
+    [
+        (500, {"error": {}}),
+        (404, {}),
+        (200, {"stored": [None]}),
+        (200, {"stored": [0, "x"]}),
+        (200, {"stored": [{"key": KEY}, {}]}),
+        (200, {"stored": [stored_at(KEY.replace("a00-t0", "a01-t0"))] * 2}),
+        (200, []),
+        (200, "no"),
+    ],
+    ids=["500", "404", "short", "no objects", "half", "another's key", "list", "text"],
+)
+def test_whatever_is_answered_for_several_each_is_then_asked_for_alone(tmp_path: Path, together: tuple) -> None:
+    async def go() -> list[AttemptRecord]:
+        async with RolloutClient(services_at(tmp_path, url, url), RunConfig(), 0, 3, "demo:0") as client:
+            played = await client.play(SPEC, 0)
+            return await asyncio.gather(*(client.finish(played) for _ in range(2)))
+
+    with server((200, run_reply("passed")), stored=(200, stored_at(KEY)), together=together) as (url, asked):
+        records = asyncio.run(go())
+    assert [record.outcome for record in records] == [Outcome.PASSED] * 2
+    assert all(record.stored is not None and record.stored.key == KEY for record in records)
+    assert asked.count("/sessions/store") == 1 and asked.count("/sessions/id-of-a-session/store") == 2
 
 
 def test_a_waves_error_keeps_its_type() -> None:

@@ -229,7 +229,9 @@ class Client:
         name = spec.attempt_id(try_index)
         Client.asked.append(name)
         record = next(record for record in RECORDS if record.attempt_id == name)
-        return Played(spec, try_index, record.started_at, record.session_id, None, record.outcome, "")
+        return Played(
+            spec, try_index, record.started_at, record.finished_at, record.session_id, None, record.outcome, ""
+        )
 
     async def finish(self, played: Played) -> AttemptRecord:
         return next(record for record in RECORDS if record.attempt_id == played.attempt_id)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl360.agents.stores import GROUP, Item, StoreGroups
+from rl360.agents.stores import AT_ONCE, GROUP, Item, StoreGroups
 
 SLOW_S = 60.0  # nothing in these tests waits for it
 
@@ -24,7 +24,7 @@ class Server:
         self.at_once = self.most_at_once = 0
         self.missing, self.pause_s = missing, pause_s
 
-    async def ask(self, server: str, items: list[Item]) -> list[Item | None]:
+    async def ask(self, server: str, items: list[Item]) -> list[Item | None] | None:
         assert server == "http://a"
         self.groups.append([item["n"] for item in items])
         self.at_once += 1
@@ -77,7 +77,26 @@ def test_a_full_group_does_not_wait_and_the_rest_follows_when_nobody_plays() -> 
     answers = run(work, server)
     assert time.monotonic() - began < 5
     assert answers == [{"stored": n} for n in range(1, 2 * GROUP + 3)]
-    assert server.most_at_once == 1
+
+
+def test_a_slow_group_holds_up_no_other_and_a_server_gets_few_at_once() -> None:
+    server = Server(pause_s=0.05)
+    answers = run(lambda groups: store(groups, *range(10 * GROUP)), server)
+    assert answers == [{"stored": n} for n in range(10 * GROUP)]
+    assert server.most_at_once == AT_ONCE
+
+
+def test_after_a_request_that_failed_all_that_waits_is_asked_for_alone() -> None:
+    class Hung(Server):
+        async def ask(self, server: str, items: list[Item]) -> list[Item | None] | None:
+            await super().ask(server, items)
+            return None
+
+    server = Hung(pause_s=0.05)
+    began = time.monotonic()
+    assert run(lambda groups: store(groups, *range(50 * GROUP)), server) == [None] * 50 * GROUP
+    assert time.monotonic() - began < 2, "not one deadline after the other"
+    assert len(server.groups) <= 2 * AT_ONCE
 
 
 def test_what_waits_goes_after_a_while_though_others_play_on() -> None:
@@ -92,10 +111,18 @@ def test_what_waits_goes_after_a_while_though_others_play_on() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("bug"), OSError("gone")])
 def test_whatever_becomes_of_a_request_nobody_waits_for_ever(error: Exception) -> None:
     class Broken(Server):
-        async def ask(self, server: str, items: list[Item]) -> list[Item | None]:
+        async def ask(self, server: str, items: list[Item]) -> list[Item | None] | None:
+            await super().ask(server, items)
             raise error
 
-    assert run(lambda groups: store(groups, *range(GROUP + 2)), Broken()) == [None] * (GROUP + 2)
+    server = Broken()
+
+    async def work(groups: StoreGroups) -> list[Item | None]:
+        first = await store(groups, *range(GROUP + 2))
+        return first + await store(groups, 100, 101)
+
+    assert run(work, server) == [None] * (GROUP + 4)
+    assert server.groups[-1] == [100, 101], "nothing is sent twice"
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,4 +151,4 @@ def test_in_whatever_order_attempts_end_each_gets_its_answer(ends: list[tuple[in
         await asyncio.gather(*(one(groups, n, *end) for n, end in enumerate(ends)))
 
     run(work, server, every_s=0.002)
-    assert server.most_at_once <= 1
+    assert server.most_at_once <= AT_ONCE
