@@ -84,6 +84,7 @@ def test_given_fields_win() -> None:
         ({"kl_in": "reward", "reference": "/m"}, "kl_in, reference says nothing with kl_coef 0"),
         ({"preset": "grpo", "kl_coef": 0, "kl_in": "reward"}, "kl_in says nothing with kl_coef 0"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1 in the loss is no penalty, its gradient has mean 0"),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, "kl_in reward needs kl_estimator: k1 has the KL's gradient there"),
         ({"old_policy": "rollout"}, "correction truncate with old_policy rollout corrects twice"),
         ({"loss": "gspo"}, "loss gspo needs old_policy rollout or kept: with one optimizer step a batch"),
         ({"preset": "cispo", "old_policy": "recomputed"}, "loss cispo needs old_policy rollout or kept"),
