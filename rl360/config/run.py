@@ -321,7 +321,7 @@ class ObjectiveConfig(_Section):
         yield not self.kl_coef and bool(given), f"{', '.join(given)} says nothing with kl_coef 0"
         why = "kl_estimator k1 in the loss is no penalty, its gradient has mean 0: use k2 or k3, or kl_in reward"
         yield self.kl_coef > 0 and self.kl_in == "loss" and kind == "k1", why
-        why = "kl_in reward needs kl_estimator: k1 has the KL's gradient there, k2, k3 and low_variance are as elsewhere"
+        why = "kl_in reward needs kl_estimator: k1 has the KL's gradient there, k2, k3 and low_variance do not"
         yield self.kl_coef > 0 and self.kl_in == "reward" and "kl_estimator" not in self.model_fields_set, why
 
 
