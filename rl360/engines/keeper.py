@@ -457,9 +457,10 @@ class Keeper:
         out = await self.out_of_gateway(slot.url)
         late = time.time() - slot.since > self.options.drain_s
         left = await health.in_flight(slot.url, self.http, self.options.ping_s) if seen.identity else 0
-        if left and not late:
+        if left != 0 and not late:  # None: it did not say
             return
-        how = f"{left} requests were cut off after {self.options.drain_s:g} s" if left else "nothing was in flight"
+        cut = f"{left} requests were" if left else "whatever was in flight, which it did not say, was"
+        how = "nothing was in flight" if left == 0 else f"{cut} cut off after {self.options.drain_s:g} s"
         proof = await self.ended(slot)
         evidence = f"{out}; {how}; {proof.evidence}"
         if proof.gone:

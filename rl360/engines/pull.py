@@ -64,7 +64,7 @@ class Puller:
         return Pulled(str(into), told.size_bytes, round(time.monotonic() - began, 6))
 
     def _sweep(self, kept: Collection[Path]) -> None:
-        """Remove other versions, and what killed pulls left."""
+        """Remove other versions, and what killed pulls left; whatever else is there is somebody's."""
         for path in self.root.iterdir() if self.root.is_dir() else ():
-            if path not in kept:
+            if path not in kept and (delta.is_version(path) or delta.is_unfinished(path)):
                 shutil.rmtree(path, ignore_errors=True)

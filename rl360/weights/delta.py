@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ import orjson
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rl360.errors import BadInput, CorruptObject, Rl360Error
+from rl360.errors import BadInput, CorruptObject, Rl360Error, StoreUnavailable
 from rl360.weights.messages import TensorSpec
 
 if TYPE_CHECKING:
@@ -72,19 +73,30 @@ class SharedFolder:
             return (self.path / name).read_bytes()
         except FileNotFoundError:
             raise KeyError(name) from None
+        except OSError as error:
+            raise self._unusable("read", name, error) from None
 
     @contextlib.contextmanager
     def _written(self, name: str, data: bytes) -> Iterator[Path]:
-        self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".{name}.{uuid.uuid4().hex}"
         try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                with temporary.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield temporary
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unusable("written", name, error) from None
+
+    def _unusable(self, act: str, name: str, error: OSError) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.path / name} cannot be {act} ({error.strerror or error}): push.folder must be a directory that the "
+            "trainer can write and every engine can read"
+        )
 
     def put(self, name: str, data: bytes) -> None:
         with self._written(name, data) as temporary:
@@ -525,6 +537,16 @@ def holds(folder: Path, told: VersionFiles) -> bool:
     return tensors.keys() == wanted.keys() and all(
         _each(lambda held: sha256_of(held.data) == wanted[held.spec.name], tensors.values())
     )
+
+
+def is_version(path: Path) -> bool:
+    """Whether `apply` made this directory, whole."""
+    return (path / MARKER).is_file()
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether `apply` began this directory and did not end: one version is made at a time."""
+    return path.is_dir() and re.fullmatch(r"\..+\.[0-9]+-[0-9a-f]{8}", path.name) is not None
 
 
 def apply(base_dir: Path, files: Files, into: Path) -> VersionFiles:

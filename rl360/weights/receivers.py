@@ -132,6 +132,14 @@ class Receivers:
             self.notes.append(str(error))
             return False
 
+    async def fence_failed(self, failed: list[tuple[Slot, ServiceError]], asked: list[Slot], doing: str) -> None:
+        """Fence those that failed. When all that were asked refuse alike, the fault is not theirs, and ending the whole
+        fleet would mend nothing: `ServiceError`."""
+        if failed and len(failed) == len(asked) and all(isinstance(error, EngineRefused) for _, error in failed):
+            raise ServiceError(f"push of {self.intent.version}: every engine refuses while {doing}: {failed[0][1]}")
+        for slot, error in failed:
+            await self.fence_off(slot, str(error))
+
     async def pause(self, mode: str) -> None:
         """joining or serving -> loading; no engine generates from here on."""
 
@@ -140,8 +148,7 @@ class Receivers:
             await slot.ask(slot.client.pause(mode, self.call_deadline_s))
             slot.move(EngineState.LOADING)
 
-        for slot, error in await self.each(self.slots, one):
-            await self.fence_off(slot, str(error))
+        await self.fence_failed(await self.each(self.slots, one), self.slots, "pausing")
         self.require(EngineState.LOADING, "pausing")
 
     async def rename(self, version: str) -> None:
@@ -150,8 +157,8 @@ class Receivers:
         async def one(slot: Slot) -> None:
             await slot.ask(slot.client.set_weight_version(version, self.call_deadline_s))
 
-        for slot, error in await self.each(self.in_state(EngineState.LOADING), one):
-            await self.fence_off(slot, str(error))
+        loading = self.in_state(EngineState.LOADING)
+        await self.fence_failed(await self.each(loading, one), loading, "naming the weights")
         self.require(EngineState.LOADING, "naming the weights")
 
     async def confirm(self, expected: dict[str, str]) -> None:
@@ -176,7 +183,8 @@ class Receivers:
         if wrong and len(wrong) == len(loading):
             # every engine alike: the fault is not theirs, and ending the whole fleet would mend nothing
             raise ServiceError(f"push of {self.intent.version}: no engine holds what was sent; {wrong[0][1]}")
-        for slot, reason in [*wrong, *((slot, str(error)) for slot, error in silent)]:
+        await self.fence_failed(silent, loading, "reading checksums back")
+        for slot, reason in wrong:
             await self.fence_off(slot, reason)
         self.require(EngineState.CONFIRMED, "confirming")
 
@@ -197,8 +205,7 @@ class Receivers:
             slot.resumed_at = time.monotonic()
 
         confirmed = self.in_state(EngineState.CONFIRMED)
-        for slot, error in await self.each(confirmed, one):
-            await self.fence_off(slot, str(error))
+        await self.fence_failed(await self.each(confirmed, one), confirmed, "resuming")
         ready = self.require(EngineState.CONFIRMED, "resuming")
 
         async def open_gateway(slot: Slot) -> None:

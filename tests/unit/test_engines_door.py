@@ -303,13 +303,14 @@ def test_a_pull_leaves_the_engine_serving_and_is_made_once(folder: Path) -> None
     assert (into / "config.json").read_text() == "{}"
     assert sorted(path.name for path in (folder / "weights").iterdir()) == ["r1-1", "r1-2"]
     # the next one needs neither the version before its base, nor what a killed pull left
-    (folder / "weights" / ".r1-3.9-abc").mkdir()
+    (folder / "weights" / ".r1-3.9-0123abcd").mkdir()
+    (folder / "weights" / "my-model").mkdir()
     write_version(SharedFolder(folder / "v3"), first, "r1:3", second, "r1:2")
     run(lambda: made.client(3).pull(str(folder / "v3"), "r1:3", "r1:2", 5.0))
-    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["r1-1", "r1-2", "r1-3"]
+    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["my-model", "r1-1", "r1-2", "r1-3"]
     made.keeper.admitted_version = "r1:2"
     run(lambda: made.client(3).pull(str(folder / "v3"), "r1:3", "r1:2", 5.0))
-    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["r1-2", "r1-3"]
+    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["my-model", "r1-2", "r1-3"]
 
 
 def test_a_directory_damaged_since_is_made_again(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from memory_store import MemoryStore
 from safetensors.numpy import save_file
 
-from rl360.errors import BadInput, CorruptObject
+from rl360.errors import BadInput, CorruptObject, StoreUnavailable
 from rl360.weights import delta
 from rl360.weights.delta import Encoding, Files, Held, SharedFolder, StoreFolder, Weights, WrongBase
 from rl360.weights.messages import TensorSpec
@@ -240,3 +240,13 @@ def test_a_directory_in_the_way_is_not_replaced(tmp_path: Path, model: Path) -> 
     with pytest.raises(BadInput, match=r"into exists and is not r1:2 whole; remove it"):
         delta.apply(one, files, tmp_path / "into")
     assert os.listdir(tmp_path / "into") == ["precious"]
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    """Whatever the operating system says of it: the trainer goes on, and the push may be tried again."""
+    (tmp_path / "file").write_bytes(b"")
+    files = SharedFolder(tmp_path / "file" / "v1")
+    with pytest.raises(StoreUnavailable, match=r"file/v1/a cannot be written \(Not a directory\): push.folder must be"):
+        files.put("a", b"x")
+    with pytest.raises(StoreUnavailable, match="cannot be read"):
+        delta.write_version(files, weights(1), "r1:1")

@@ -236,6 +236,19 @@ def test_all_engines_wrong_alike_ends_none(world: World) -> None:
     assert all(engine.process.poll() is None for engine in world.engines)
 
 
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weight_version", "/weights_checker", "/flush_cache"])
+def test_all_engines_refusing_alike_ends_none(world: World, path: str) -> None:
+    for engine in world.engines:
+        engine.faults[path] = "500"
+    with pytest.raises(ServiceError, match=f"every engine refuses while .*{path}: answered 500"):
+        world.push(0)
+    if path == "/flush_cache":  # by then they hold the version and may say so; old KV keeps them out of traffic
+        assert world.gateway.urls() == [] and not any(engine.paused for engine in world.engines)
+    else:
+        assert_released(world)
+    assert all(engine.process.poll() is None for engine in world.engines)
+
+
 def assert_released(world: World) -> None:
     assert world.gateway.urls() == []
     for engine in world.engines:
