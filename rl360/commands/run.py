@@ -98,8 +98,9 @@ def resume(
     services = load_services()
     store = ObjectStore.from_services(services)
     asked = load_frozen(store, run).model_copy(update={"steps": load_target(store, run)})
+    given = read_fields(None, fields, run=run, steps=steps)
     try:
-        config = changed_config(asked, read_fields(None, fields, run=run, steps=steps))
+        config = changed_config(asked, given)
     except BadInput as error:
         fork = f"`rl360 run fork {run} NEW -s FIELD=VALUE`"
         raise BadInput(
