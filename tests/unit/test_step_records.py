@@ -3,6 +3,7 @@ that nothing in the flow ever reads a sample."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from rl360.agents.records import put_table, read_table, refuse_unplanned
+from rl360.agents.records import RecordLog, put_table, read_table, refuse_unplanned
 from rl360.agents.rollout import AttemptSpec, Played
 from rl360.config.run import RunConfig
 from rl360.errors import CorruptObject
 from rl360.harbor.verdict import run_key
+from rl360.ledger.outcomes import Outcome
 from rl360.ledger.step import build_step_ledger
 from rl360.objective.filters import Decision
 from rl360.sessions.sample import AttemptRecord
@@ -255,3 +257,34 @@ def test_a_killed_wave_keeps_what_it_stored_and_ends_with_one_table(monkeypatch:
     again = roll_out_task._roll_out(job, 0, "run:0")  # killed before its manifest was written
     assert (again.objects, again.counts, Client.asked) == (produced.objects, produced.counts, [RECORDS[1].attempt_id])
     assert read_manifest(cast(Any, store), "demo", 0, "roll_out-0000") is None
+
+
+def test_a_wave_whose_samples_are_stored_slowly_does_not_play_on_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ended and is not stored fills the session servers."""
+    begun: list[str] = []
+    store_now = asyncio.Event()
+
+    class Slow(Client):
+        async def play(self, spec: AttemptSpec, try_index: int) -> Played:
+            begun.append(spec.slot_id)
+            return Played(spec, try_index, 0.0, 1.0, "s", None, Outcome.VERIFIER_ERROR, "")
+
+        async def finish(self, played: Played) -> AttemptRecord:
+            await store_now.wait()
+            record = RECORDS[0]
+            return replace(record, attempt_id=played.attempt_id, outcome=played.outcome, verdict=None, stored=None)
+
+    async def wave() -> None:
+        running = asyncio.create_task(roll_out_task._run_wave(job, 0, specs, "run:0", log))
+        await asyncio.sleep(0.05)
+        assert len(begun) == 4
+        store_now.set()
+        await running
+
+    monkeypatch.setattr(roll_out_task, "RolloutClient", Slow)
+    job = job_of(planned_store(), "roll_out-0000")
+    job = replace(job, config=RunConfig.parse({"rollout": {"max_concurrent": 2, "wave_size": 2}}))
+    specs = [replace(spec_of(RECORDS[0]), slot_id=f"s000000-g000-a{number:02}") for number in range(9)]
+    log = RecordLog(job.store, "demo", 0, 7, every_s=0.0)
+    asyncio.run(wave())
+    assert len(begun) == len(log.stored) == 9
