@@ -14,7 +14,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,17 @@ class Rig:
         self.answers: dict[str, tuple[int, ...]] = {}
         self.traffic = Traffic(running.gateway_url)
         self.epoch = 0
+        self.strikes: list[threading.Timer] = []
+
+    def strike_after(self, delay_s: float, strike: Callable[..., None], *args: object) -> None:
+        timer = threading.Timer(delay_s, strike, args)
+        self.strikes.append(timer)
+        timer.start()
+
+    def wait_for_strikes(self) -> None:
+        """Some hit after the push is over."""
+        while self.strikes:
+            self.strikes.pop(0).join()
 
     def push_until_done(self) -> PushRecord:
         """As the task does."""
@@ -87,7 +98,8 @@ class Rig:
 
     def note_answers(self, record: PushRecord) -> None:
         """What a confirmed version answers, the same on each engine that serves it."""
-        told = {tuple(generate(e.identity.url, tokens=6)["output_ids"]) for e in record.serving}
+        well = {engine.url for engine in self.engines()}  # some were struck since
+        told = {tuple(generate(url, tokens=6)["output_ids"]) for e in record.serving for url in {e.identity.url} & well}
         assert len(told) == 1, f"{record.version} differs by engine: {told}"
         self.answers[record.version] = told.pop()
 
@@ -109,7 +121,7 @@ class Rig:
         assert fence.open_intents(self.fleet.store) == []
         serving = {engine.identity.url for engine in record.serving}
         assert set(self.fleet.usable()) <= serving
-        for url in serving:
+        for url in serving & {engine.url for engine in self.engines()}:
             held, version = asyncio.run(_read(url))
             assert version == record.version
             assert held == self.fleet.weights.expected()
@@ -119,6 +131,7 @@ class Rig:
 
     def check_traffic(self) -> None:
         """Every reply of one real version is what that version answers."""
+        assert self.traffic.is_alive()
         for version, ids in self.traffic.seen:
             assert "#" not in version and version in self.answers, f"a reply of {version}, never confirmed"
             assert ids == self.answers[version], f"a reply called {version} of other weights"
@@ -126,7 +139,7 @@ class Rig:
 
     def replace_the_dead(self) -> None:
         for engine in self.fleet.engines:
-            if not engine.alive:
+            if not engine.alive or not answers(f"{engine.url}/ping"):
                 engine.end()
                 engine.start()
         for engine in self.fleet.engines:
@@ -191,7 +204,7 @@ def _strike(rig: Rig, rng: random.Random) -> str:
     def strike(*_: object) -> None:
         weights.before = weights.asked = store.asked = None
         for number, victim in enumerate(victims):
-            threading.Timer(delay_s * number, victim.strike, [how]).start()
+            rig.strike_after(delay_s * number, victim.strike, how)
 
     if when == "before":
         strike()
@@ -200,7 +213,7 @@ def _strike(rig: Rig, rng: random.Random) -> str:
     elif when == "transfer":
 
         def later(_plan: PushPlan) -> None:
-            threading.Timer(delay_s, strike).start()
+            rig.strike_after(delay_s, strike)
 
         weights.before = later
     else:
@@ -216,10 +229,10 @@ def test_killed_and_stopped_engines(rig: Rig, seed: int) -> None:
     rig.fleet.weights.change(rig.fleet.step)
     story = _strike(rig, rng)
     record = rig.push_until_done()
+    rig.wait_for_strikes()
     rig.note_answers(record)
     rig.check(record)
-    if any(not engine.alive for engine in rig.fleet.engines):
-        rig.replace_the_dead()
+    rig.replace_the_dead()
     # the next push finds the whole set again by the way of the first
     first = rig.fleet.records[0]
     rig.fleet.step += 1

@@ -219,8 +219,9 @@ def test_push_killed_by_its_process_is_taken_over(rig: Rig) -> None:
     assert rig.usable() == sorted(rig.services.engine_urls)
 
 
-def test_every_transport_that_a_dense_model_has_brings_a_version(rig: Rig) -> None:
+def test_every_transport_that_a_dense_model_has_brings_a_version(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another on the same engines; a delta whose base nobody holds would be a full one, and say so."""
+    monkeypatch.setenv("RL360_HOME", rig.services.home)  # whoever writes the files is this process here
     rig.wait_for_all(180)
     sent: dict[str, int] = {}
     for step, transport in enumerate(["p2p", "colocated", "disk_full", "disk_delta", "broadcast"], start=5):
