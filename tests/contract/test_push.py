@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,10 +136,15 @@ def generate(url: str, tokens: int = 16) -> tuple[list[int], str]:
 
 
 @pytest.fixture(scope="module")
-def rig(services: Services) -> Rig:
+def rig(services: Services) -> Iterator[Rig]:
     made = Rig(services)
     made.wait_for_all(180)
-    return made
+    yield made
+    # other tests sample from these engines: with the model they were started with, not with noise
+    made.weights.tensors, made.weights.before = HeldWeights(services.model_dir).tensors, None
+    made.wait_for_all(180)
+    version = f"{made.run}:100"
+    asyncio.run(push(made.store, services, made.run, 99, version, made.weights, CONFIG))
 
 
 def test_both_confirmed_and_generation_differs(rig: Rig) -> None:
