@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import httpx
 import orjson
 
-from rl360.config.services import service_token
+from rl360.config.services import home_dir, service_token
 from rl360.errors import BadInput, ServiceError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -39,8 +39,9 @@ def open_http() -> httpx.AsyncClient:
 
 
 def deployment_token() -> str | None:
-    """The token of the file that RL360_TOKEN_FILE names; None when it names none."""
-    return service_token() if os.environ.get("RL360_TOKEN_FILE") else None
+    """The token of the file that RL360_TOKEN_FILE names, else of the home; None when there is neither."""
+    known = os.environ.get("RL360_TOKEN_FILE") or (home_dir() / "token").exists()
+    return service_token() if known else None
 
 
 class EngineSilent(ServiceError):
@@ -99,8 +100,8 @@ def check_tensors(tensors: Sequence[Tensor], known: Mapping[str, Tensor]) -> Non
 
 
 class EngineClient:
-    """Control calls to one engine. `deadline_s` of a call defaults to the client's. `token`: of this deployment, for
-    the door; not for engines that somebody else started."""
+    """Control calls to one engine. `deadline_s` of a call defaults to the client's. `token`: of this deployment, shown
+    at the door of every engine that is not `external`, which somebody else started."""
 
     def __init__(
         self,
@@ -109,16 +110,18 @@ class EngineClient:
         deadline_s: float,
         epoch: int | None = None,
         token: str | None = None,
+        external: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self.deadline_s = deadline_s
         self.epoch = epoch
+        self.external, self.token = external, None if external else token
         self._http = http
         self._headers = {"content-type": "application/json"}
         if epoch is not None:
             self._headers[EPOCH_HEADER] = str(epoch)
-        if token is not None:
-            self._headers["authorization"] = f"Bearer {token}"
+        if self.token is not None:
+            self._headers["authorization"] = f"Bearer {self.token}"
 
     async def _call(self, method: str, path: str, body: Any = None, deadline_s: float | None = None) -> httpx.Response:
         deadline = self.deadline_s if deadline_s is None else deadline_s

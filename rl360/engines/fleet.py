@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import orjson
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rl360.engines.client import EngineClient, EngineSilent
 from rl360.engines.processes import ProcessTree, tree_of_url
@@ -64,6 +64,7 @@ class EngineIdentity(BaseModel):
     url: str
     incarnation: str
     process: ProcessTree | None = None
+    external: bool = Field(False, description="somebody else started it: our token is not shown to it")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ async def probe_engine(client: EngineClient, deadline_s: float) -> Probe:
         info = await client.server_info(deadline_s)
         model = await client.model_info(deadline_s)
         process = await asyncio.to_thread(tree_of_url, client.url)
-        identity = EngineIdentity(url=client.url, incarnation=incarnation_of(info), process=process)
+        identity = EngineIdentity(
+            url=client.url, incarnation=incarnation_of(info), process=process, external=client.external
+        )
     except ServiceError as error:
         silent = isinstance(error, EngineSilent) and error.connected
         return Probe(client.url, None, None, silent, str(error))

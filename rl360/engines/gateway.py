@@ -31,14 +31,12 @@ class Worker:
 
 
 class GatewayClient:
-    """Workers of one gateway. Every call has a deadline; waiting is bounded by the caller's. `token`: what the gateway
-    is to show at the doors of the engines that `add` registers, for callers that show none."""
+    """Workers of one gateway. Every call has a deadline; waiting is bounded by the caller's."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, deadline_s: float = 10.0, token: str | None = None) -> None:
+    def __init__(self, url: str, http: httpx.AsyncClient, deadline_s: float = 10.0) -> None:
         self.url = url.rstrip("/")
         self.deadline_s = deadline_s
         self._http = http
-        self._key = {} if token is None else {"api_key": token}
 
     async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
@@ -72,8 +70,10 @@ class GatewayClient:
     async def find(self, engine_url: str) -> Worker | None:
         return next((worker for worker in await self.workers() if worker.url == engine_url.rstrip("/")), None)
 
-    async def add(self, engine_url: str, deadline_s: float) -> Worker:
-        """Register an engine and wait until it gets traffic. Fine when it already does."""
+    async def add(self, engine_url: str, deadline_s: float, token: str | None = None) -> Worker:
+        """Register an engine and wait until it gets traffic. Fine when it already does. `token`: what the gateway is
+        to show at its door, for callers that show none."""
+        key = {} if token is None else {"api_key": token}
         until = time.monotonic() + deadline_s
         asked_at = 0.0
         while True:
@@ -86,7 +86,7 @@ class GatewayClient:
             # a worker still draining from an earlier removal keeps its URL taken (409): ask again once it is gone
             if worker is None and time.monotonic() - asked_at > 1.0:
                 asked_at = time.monotonic()
-                reply = await self._call("POST", "/workers", {"url": engine_url} | self._key)
+                reply = await self._call("POST", "/workers", {"url": engine_url} | key)
                 if reply.status_code not in (200, 201, 202, 409):
                     raise ServiceError(
                         f"gateway {self.url}: adding {engine_url} answered {reply.status_code}: {reply.text[:200]}"

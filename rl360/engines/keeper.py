@@ -193,9 +193,9 @@ class Keeper:
     async def look(self, state: FleetState, name: str, url: str) -> health.Seen:
         slot = state.slots.get(name)
         known = EngineIdentity(url=url, incarnation=slot.incarnation, process=slot.process) if slot else None
-        return await health.look(
-            EngineClient(url, self.http, self.options.look_s), known, self.options.ping_s, self.options.look_s
-        )
+        external = slot is not None and slot.launcher == "external"
+        client = EngineClient(url, self.http, self.options.look_s, token=self.token, external=external)
+        return await health.look(client, known, self.options.ping_s, self.options.look_s)
 
     def watch(self, name: str) -> Watch:
         return self.watches.setdefault(name, Watch())

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from rl360.config.run import PushConfig
 from rl360.config.services import Services
 from rl360.engines import members as fleet_members
-from rl360.engines.client import EngineClient, open_http
+from rl360.engines.client import EngineClient, deployment_token, open_http
 from rl360.engines.fleet import EngineIdentity, EngineState, Probe, probe_fleet
 from rl360.engines.fleet_log import FleetLog
 from rl360.engines.gateway import GatewayClient
@@ -137,6 +137,8 @@ class _Push:
         self.probe_deadline_s = min(self.config.call_deadline_s, 30.0)
         self.log = FleetLog(self.store)
         self.members: dict[str, str] = {}
+        self.external: set[str] = set()  # URLs of engines that somebody else started
+        self.token = deployment_token()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -147,11 +149,14 @@ class _Push:
             self.phases_s[name] = round(self.phases_s.get(name, 0.0) + time.monotonic() - began, 6)
 
     def client(self, url: str, epoch: int | None = None) -> EngineClient:
-        return EngineClient(url, self.http, self.config.call_deadline_s, epoch)
+        return EngineClient(url, self.http, self.config.call_deadline_s, epoch, self.token, url in self.external)
 
     async def probe_members(self, deadline_s: float) -> list[Probe]:
         """Ask every engine that is the fleet's now: the configured and the added ones, without the removed."""
-        self.members = fleet_members.members(await asyncio.to_thread(self.log.refresh), self.services.engine_urls)
+        state = await asyncio.to_thread(self.log.refresh)
+        self.members = fleet_members.members(state, self.services.engine_urls)
+        others = {slot.url for slot in state.slots.values() if slot.launcher == "external"}
+        self.external = others - {url.rstrip("/") for url in self.services.engine_urls}
         # an engine that is named twice is one engine
         return await probe_fleet([self.client(url) for url in dict.fromkeys(self.members.values())], deadline_s)
 
@@ -227,7 +232,7 @@ class _Push:
                 return False
             if not await asyncio.to_thread(fleet_members.serves_again, self.log, self.members, probe.identity, record):
                 continue  # another owner is at it
-            await self.gateway.add(probe.url, GATEWAY_DEADLINE_S)
+            await self.gateway.add(probe.url, GATEWAY_DEADLINE_S, client.token)
             holding.add(probe.url)
         await self.gateway.keep_only(holding, GATEWAY_DEADLINE_S)
         return len(holding) >= self.config.min_engines

@@ -210,7 +210,7 @@ class Receivers:
 
         async def open_gateway(slot: Slot) -> None:
             await self.require_same(slot)
-            await self.gateway.add(slot.url, GATEWAY_DEADLINE_S)
+            await self.gateway.add(slot.url, GATEWAY_DEADLINE_S, slot.client.token)
             await self.require_same(slot)
             slot.move(EngineState.SERVING)
 

@@ -289,7 +289,7 @@ def test_the_gateway_shows_the_token_that_its_caller_lacks(fleet: Fleet) -> None
     def status_through(token: str | None) -> int:
         async def register() -> None:
             async with open_http() as http:
-                await GatewayClient(url, http, token=token).add(fleet.urls[0], 30)
+                await GatewayClient(url, http).add(fleet.urls[0], 30, token)
 
         with process(argv, f"{url}/liveness", fleet.rig.folder / "gateway.log"):
             asyncio.run(register())

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
-from rl360.engines.client import EngineClient, open_http
+from rl360.engines.client import open_http
 from rl360.weights.messages import Bucket, PushPlan, TensorSpec, TransferReport
 from rl360.weights.transports import common
 from rl360.weights.transports.common import Engine, Loop, Tensors, TransferStopped, Turn
@@ -50,10 +50,7 @@ class BroadcastTransport:
     def _transfer(self, plan: PushPlan, tensors: Tensors, loop: Loop, *, may_reuse: bool) -> TransferReport:
         began = time.monotonic()
         http = open_http()
-        epoch = plan.engine_set.epoch
-        engines = [
-            Engine(EngineClient(engine.url, http, plan.call_deadline_s, epoch)) for engine in plan.engine_set.engines
-        ]
+        engines = common.receivers_of(plan, http)
         reused = may_reuse and {group.name for group in self.turn.groups} == {plan.group_name}
         sent_bytes, error, sent = 0, "", False
         try:

@@ -22,11 +22,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import httpx
 import psutil
 import torch
 import torch.distributed as dist
 
-from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
+from rl360.engines.client import EngineClient, EngineRefused, EngineSilent, deployment_token
+from rl360.engines.fleet import EngineIdentity
 from rl360.errors import BadInput, EngineChurn, Rl360Error, ServiceError
 from rl360.weights.checksum import tensor_specs
 from rl360.weights.messages import Bucket, EngineTransfer, PushPlan, TensorSpec, TransferReport
@@ -109,6 +111,13 @@ class Engine:
             answered=self.answered,
             after_stop=self.after_stop,
         )
+
+
+def receivers_of(plan: PushPlan, http: httpx.AsyncClient) -> list[Engine]:
+    """The plan's engines, in its order. Those of this deployment are shown its token."""
+    token, deadline_s, epoch = deployment_token(), plan.call_deadline_s, plan.engine_set.epoch
+    each = plan.engine_set.engines
+    return [Engine(EngineClient(one.url, http, deadline_s, epoch, token, one.external)) for one in each]
 
 
 class SenderFault(Rl360Error):

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl360.engines.client import EngineClient, EngineRefused, deployment_token, open_http
-from rl360.errors import BadInput, StoreUnavailable
+from rl360.engines.client import EngineRefused, open_http
+from rl360.errors import BadInput, ServiceError, StoreUnavailable
 from rl360.weights.checksum import raw_bytes, tensor_specs
 from rl360.weights.delta import Files, Held, Weights, open_folder, write_version
 from rl360.weights.messages import PushPlan, TransferReport, Transport
@@ -32,6 +32,7 @@ from rl360.weights.transports.common import (
     check_tensors_held,
     end_update,
     leave_group,
+    receivers_of,
     recorded,
     report_of,
     unanswered,
@@ -79,15 +80,18 @@ class DiskTransport:
         self._written: dict[str, list[Files]] = {}  # plan folder -> what is in it
 
     def prepare(self, plan: PushPlan, tensors: Tensors) -> None:
-        """Write the files and have the engines fetch them. An engine that fails here is tried again by `transfer`."""
+        """Write the files and have the engines fetch them. One that fails here is tried again by
+        `transfer`; when all refuse, the push ends before anything is paused (`ServiceError`)."""
         with self._turn.taken(plan):
             now = self._begin(plan, tensors)
             deadline_s = plan.call_deadline_s + max(now.files.values()) / _SLOWEST_BYTES_S
             with _receivers(plan) as (loop, engines):
                 self._fetch(plan, now, loop, engines, deadline_s)
-        for engine in engines:
-            if engine.error:
-                log.warning("before the pause: %s", engine.error)
+        failed = [engine for engine in engines if engine.error]
+        if len(failed) == len(engines) and all(engine.answered for engine in failed):
+            raise ServiceError(f"push of {plan.version}: no engine can fetch its files: {failed[0].error}")
+        for engine in failed:
+            log.warning("before the pause: %s", engine.error)
 
     def transfer(self, plan: PushPlan, tensors: Tensors) -> TransferReport:
         """Have every engine load the files."""
@@ -191,17 +195,10 @@ class DiskTransport:
 
 @contextmanager
 def _receivers(plan: PushPlan) -> Iterator[tuple[Loop, list[Engine]]]:
-    token = deployment_token()
     with Loop() as loop:
         http = open_http()
         try:
-            yield (
-                loop,
-                [
-                    Engine(EngineClient(each.url, http, plan.call_deadline_s, plan.engine_set.epoch, token))
-                    for each in plan.engine_set.engines
-                ],
-            )
+            yield loop, receivers_of(plan, http)
         finally:
             loop.start(http.aclose()).result(timeout=10)
 

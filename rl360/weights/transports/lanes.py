@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from rl360.engines.client import EngineClient, open_http
+from rl360.engines.client import open_http
 from rl360.errors import BadInput
 from rl360.weights.messages import Bucket, Delivery, EngineTransfer, PushPlan, TensorSpec, Transport
 from rl360.weights.transports import common
@@ -167,10 +167,8 @@ class Lanes:
         parcels = Parcels(tensors)
         parcels.known = {tensor.name: tensor for tensor in errand.plan.tensors}
         http = open_http()
-        plan = errand.plan
-        epoch, urls = plan.engine_set.epoch, [engine.url for engine in plan.engine_set.engines]
-        clients = [EngineClient(urls[d.engine], http, plan.call_deadline_s, epoch) for d in deliveries]
-        lanes = [Lane(Engine(client), d, errand, parcels) for client, d in zip(clients, deliveries, strict=True)]
+        engines = common.receivers_of(errand.plan, http)
+        lanes = [Lane(engines[delivery.engine], delivery, errand, parcels) for delivery in deliveries]
         with Loop(threads=8 + 2 * len(lanes)) as loop:
             try:
                 self._run(lanes, wire, loop)
