@@ -33,6 +33,7 @@ COMMANDS = {
     "fleet": Entry("fleet", "Engines: their states, and confirming that one is gone."),
     "weights": Entry("weights", "Weight pushes: plan one for a model's shape."),
     "sessions": Entry("sessions", "Session servers: run one, look into those that run."),
+    "sandboxes": Entry("sandboxes", "Sandboxes: simulate how they start, are admitted and placed."),
     "model": Entry("model", "The starting policy: warm start and parity."),
     "tasks": Entry("tasks", "Task sets: check that tasks can be trusted."),
     "bench": Entry("bench", "Figures with a goal, each beside its baseline."),

@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
     bench.command("objective", epilog="Example: rl360 bench objective --rows advantages_ms")(objective)
     bench.command("faults", epilog="Example: rl360 bench faults --seeds 2 --steps 6")(faults)
     bench.command("push", epilog="Example: rl360 bench push --rows calls_direct,calls_broadcast")(push)
+    bench.command("sandboxes", epilog="Example: rl360 bench sandboxes --rows sim_refusals,sim_makespan")(sandboxes)
     app.add_typer(bench, name="bench")
 
 
@@ -67,6 +68,18 @@ def push(
     """
     from rl360.bench.push import chosen, measure
     from rl360.bench.rows import Options
+
+    _print(measure(chosen(rows), Options(quick=quick, say=_say)), as_json)
+
+
+def sandboxes(
+    rows: Annotated[str | None, typer.Option(help="Only these rows, joined by commas (default: all).")] = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+) -> None:
+    """Sandboxes: starting, admitting and placing them. Exit 1 when a row misses."""
+    from rl360.bench.rows import Options
+    from rl360.bench.sandboxes import chosen, measure
 
     _print(measure(chosen(rows), Options(quick=quick, say=_say)), as_json)
 

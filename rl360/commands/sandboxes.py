@@ -1,0 +1,104 @@
+"""`rl360 sandboxes`: what the policies for starting, admitting and placing sandboxes do, without a sandbox."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+if TYPE_CHECKING:
+    from rl360.sandboxes.comparisons import Compared
+
+app = typer.Typer(no_args_is_help=True, help="Sandboxes: simulate their policies.")
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
+
+
+def register(root: typer.Typer) -> None:
+    """Add `sandboxes` to the program."""
+    root.add_typer(app, name="sandboxes")
+
+
+@app.callback()
+def sandboxes() -> None:
+    """Sandboxes: simulate their policies."""
+
+
+@app.command("simulate", epilog="Example: rl360 sandboxes simulate --starts 8192 --nodes 64 --out pictures")
+def simulate(
+    only: Annotated[
+        str | None, typer.Option(help="One comparison: waves, admission or placement (default: all).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="What is random is drawn from it.")] = 0,
+    starts: Annotated[int, typer.Option(min=1, max=100_000, help="Attempts that are asked for together.")] = 8192,
+    nodes: Annotated[int, typer.Option(min=2, max=10_000, help="Nodes of the cluster.")] = 64,
+    images: Annotated[int, typer.Option(min=1, max=100_000, help="Images of a step (placement, admission).")] = 512,
+    pulls_per_s: Annotated[float, typer.Option(min=0.01, help="What the registry serves.")] = 50.0,
+    pulls_at_once: Annotated[int, typer.Option(min=1, help="Pulls under way beyond which it refuses.")] = 256,
+    wave_size: Annotated[int, typer.Option(min=1, help="Starts in a wave; also the first window.")] = 64,
+    wave_interval_s: Annotated[float, typer.Option(min=0, help="Seconds from wave to wave.")] = 0.5,
+    ready_goal_s: Annotated[float, typer.Option(min=0.01, help="Starts over half of it stop the window's growth.")] = 6,
+    heavy_share: Annotated[float, typer.Option(min=0, max=1, help="Attempts that are heavy builds.")] = 0.05,
+    heavy_cpus: Annotated[float, typer.Option(min=0.1, help="What a heavy build uses; a node has 64.")] = 16.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for one picture a comparison.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All at once or in waves, with or without reservations, anywhere or pinned: the product's policies, simulated.
+
+    docs/sandboxes.md says what is modelled and what is not.
+    """
+    from rl360.sandboxes.comparisons import NAMES, Setting, compare
+
+    setting = Setting(
+        seed=seed,
+        starts=starts,
+        nodes=nodes,
+        pulls_per_s=pulls_per_s,
+        pulls_at_once=pulls_at_once,
+        wave_size=wave_size,
+        wave_interval_s=wave_interval_s,
+        ready_goal_s=ready_goal_s,
+        heavy_share=heavy_share,
+        heavy_cpus=heavy_cpus,
+        images=images,
+    )
+    found = [compare(name, setting) for name in ([only] if only else NAMES)]
+    pictures = [_draw(compared, out) for compared in found] if out else []
+    if as_json:
+        told: dict[str, Any] = {compared.name: compared.figures for compared in found}
+        typer.echo(orjson.dumps({"seed": seed, **told, "pictures": pictures}).decode())
+        return
+    for compared in found:
+        _table(compared)
+    for path in pictures:
+        typer.echo(path)
+
+
+def _draw(compared: Compared, folder: Path) -> str:
+    from rl360.errors import BadInput
+    from rl360.sandboxes.pictures import picture
+
+    path = folder / f"{compared.name}.png"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(compared))
+    except OSError as error:
+        raise BadInput(f"--out {folder}: cannot write {path.name} ({error.strerror}); name another folder") from None
+    return str(path)
+
+
+def _table(compared: Compared) -> None:
+    """Rows are figures, columns the two sides."""
+    sides = list(compared.figures)
+    typer.echo(f"{compared.name + ':':<28}" + "".join(f"{side:>40}" for side in sides))
+    for name in compared.figures[sides[0]]:
+        cells = [_cell(compared.figures[side][name]) for side in sides]
+        typer.echo(f"  {name:<26}" + "".join(f"{cell:>40}" for cell in cells))
+    typer.echo("")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(_cell(item) for item in value)
+    return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

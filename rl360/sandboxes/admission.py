@@ -1,0 +1,117 @@
+"""Admission: who may start next on one node. Pure; whoever uses it says what happened when.
+
+`Reservations` never promises more of anything than the node has. `Gate` lets wait and start: in the order of asking, but
+an ask whose group is full, or whose needs do not fit yet, may be passed. One that did not fit for `patience_s` is not
+passed any more: what ends makes room for it alone, so a heavy one does not starve behind light ones.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import islice
+from operator import add, sub
+from typing import NamedTuple
+
+from rl360.errors import BadInput
+from rl360.sandboxes.waves import Waves
+
+LOOK_AHEAD = 64  # asks that wait for room and may be passed: what one call of `due` costs is bounded
+
+
+class Room(NamedTuple):
+    """Resources, in whole numbers: what was taken is given back to the last bit."""
+
+    milli_cpus: int
+    memory_mb: int
+    pids: int
+    disk_mb: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:,}" for name, value in self._asdict().items())
+
+
+class Reservations:
+    """What one node has and has promised."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = self.left = room
+        self._held: dict[str, Room] = {}
+
+    def require(self, need: Room) -> None:
+        """`BadInput` when the empty node would not do."""
+        lacks = [name for name, n, has in zip(Room._fields, need, self.room, strict=True) if n > has]
+        if lacks or min(need) < 0:
+            raise BadInput(f"reservation ({need}) is more than this node has ({self.room}): lower {', '.join(lacks)}")
+
+    def hold(self, key: str, need: Room) -> bool:
+        """Promise it, if there is room."""
+        if key in self._held:
+            raise ValueError(f"{key} holds a reservation")
+        if any(n > left for n, left in zip(need, self.left, strict=True)):
+            return False
+        self.left, self._held[key] = Room(*map(sub, self.left, need)), need
+        return True
+
+    def release(self, key: str) -> None:
+        """Take it back; a second time is a `KeyError`."""
+        self.left = Room(*map(add, self.left, self._held.pop(key)))
+
+
+@dataclass
+class _Ask:
+    group: str
+    need: Room
+    blocked_at: float = math.inf  # since when it would start if it fitted
+
+
+class Gate:
+    """The queue of one node. Several nodes may share their `waves`, never their `reservations`."""
+
+    def __init__(self, waves: Waves, reservations: Reservations, patience_s: float = 30.0) -> None:
+        self.waves, self.reservations, self.patience_s = waves, reservations, patience_s
+        self._waiting: OrderedDict[str, _Ask] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def ask(self, key: str, group: str, need: Room) -> None:
+        """Wait for a start. `BadInput` when it could never fit."""
+        self.reservations.require(need)
+        if key in self._waiting:
+            raise ValueError(f"{key} waits already")
+        self._waiting[key] = _Ask(group, need)
+
+    def due(self, now: float, most: int = sys.maxsize) -> list[str]:
+        """Those that start now, at most so many: they hold their reservation and count as starting."""
+        started: list[str] = []
+        free = min(most, self.waves.free(now))
+        for key, ask in islice(self._waiting.items(), free and free + LOOK_AHEAD):
+            if len(started) == free:
+                break
+            if not self.waves.open(ask.group):
+                continue
+            if self.reservations.hold(key, ask.need):
+                self.waves.begin(key, ask.group, now)
+                started.append(key)
+                continue
+            ask.blocked_at = min(ask.blocked_at, now)
+            if now - ask.blocked_at >= self.patience_s:
+                break
+        for key in started:
+            del self._waiting[key]
+        return started
+
+    def again_at(self, now: float) -> float | None:
+        """When `due` may say more without anything having ended; None: not before something does."""
+        later = self.waves.next_wave_at()
+        return later if self._waiting and later > now else None
+
+    def leave(self, key: str) -> None:
+        """It waits, starts or runs no more; what it held is free. `KeyError` when it did none of these."""
+        if self._waiting.pop(key, None) is None:
+            self.reservations.release(key)
+            self.waves.end(key)
