@@ -243,6 +243,7 @@ class RolloutClient:
                 memory_mb=config.sandbox.memory_mb,
                 pids=config.sandbox.pids,
                 cpus=config.sandbox.cpus,
+                reserved_cpus=config.sandbox.reserved_cpus,
                 cpu_time_s=config.sandbox.cpu_time_s,
                 file_size_mb=config.sandbox.file_size_mb,
                 output_bytes=config.sandbox.output_bytes,

@@ -104,10 +104,20 @@ class SandboxConfig(_Section):
 
     memory_mb: int = Field(512, ge=16)
     pids: int = Field(64, ge=4)
-    cpus: float = Field(1.0, gt=0)
+    cpus: float = Field(1.0, gt=0, description="what it may use while others leave it idle")
+    reserved_cpus: float = Field(
+        0.05,
+        gt=0,
+        description="what is its own when the host is full: a server admits no more than it has",
+        json_schema_extra=OPERATIONAL,
+    )
     cpu_time_s: float = Field(60, gt=0, description="CPU seconds of one process")
     file_size_mb: int = Field(64, ge=1)
     output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
+
+    def _rules(self) -> Rules:
+        why = f"reserved_cpus {self.reserved_cpus:g} is more than cpus {self.cpus:g}; lower it"
+        yield self.reserved_cpus > self.cpus, why
 
 
 class JudgeConfig(_Section):

@@ -19,6 +19,7 @@ class SandboxLimits(BaseModel):
     memory_mb: int = Field(512, ge=16, le=1 << 20)
     pids: int = Field(64, ge=4, le=65_536)
     cpus: float = Field(1.0, gt=0, le=1024)
+    reserved_cpus: float = Field(0.05, gt=0, le=1024, description="of `cpus`, what is its own when the host is full")
     cpu_time_s: float = Field(60.0, gt=0)
     file_size_mb: int = Field(64, ge=1)
     output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
