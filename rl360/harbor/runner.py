@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +69,7 @@ class Attempt:
     verifier_log: str = ""
     transcript: list[dict[str, Any]] = field(default_factory=list)
     judging: JudgeSpent = field(default_factory=JudgeSpent)
+    started: Callable[[bool], None] = lambda _ready: None  # told when its sandbox is ready, or did not start
 
     @contextlib.contextmanager
     def timed(self, phase: PhaseName) -> Iterator[None]:
@@ -153,6 +154,7 @@ def prepare(
     lowered = {
         "memory_mb": min(request.limits.memory_mb, environment.memory_mb),
         "cpus": min(request.limits.cpus, environment.cpus),
+        "reserved_cpus": min(request.limits.reserved_cpus, environment.cpus),
     }
     return Prepared(
         request=request,
@@ -179,6 +181,7 @@ class Runner:
         """Always a reply: a cancelled attempt is torn down like any other and comes back `aborted`."""
         try:
             sandbox = await self._set_up(prepared, attempt)
+            attempt.started(sandbox is not None)
             if sandbox is not None:
                 try:
                     with attempt.timed("agent"):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONTROLLERS = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
+USUAL_CPUS = 0.05  # a sandbox that reserves so much weighs as any process; others in proportion
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def create(name: str, limits: SandboxLimits) -> Group:
     found = parents()
     memory = str(limits.memory_mb << 20)
     quota = str(max(1000, int(limits.cpus * CPU_PERIOD_US)))
+    weight = limits.reserved_cpus / USUAL_CPUS
     made: list[Path] = []
     try:
         for controller, base in found.v1:
@@ -135,6 +137,7 @@ def create(name: str, limits: SandboxLimits) -> Group:
                 _write(path / "pids.max", str(limits.pids))
             else:
                 _write(path / "cpu.cfs_quota_us", quota)
+                _write(path / "cpu.shares", str(min(1 << 18, max(2, int(1024 * weight)))))
         if found.v2 is not None:
             path = found.v2 / name
             path.mkdir()
@@ -146,6 +149,7 @@ def create(name: str, limits: SandboxLimits) -> Group:
                 _write(path / "pids.max", str(limits.pids))
             if "cpu" in found.v2_controllers:
                 _write(path / "cpu.max", f"{quota} {CPU_PERIOD_US}")
+                _write(path / "cpu.weight", str(min(10_000, max(1, int(100 * weight)))))
     except OSError:
         remove(Group(tuple(made)))
         raise
