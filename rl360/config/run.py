@@ -392,9 +392,27 @@ class PushConfig(_Section):
     bucket_bytes: int = Field(64 << 20, ge=1 << 10, json_schema_extra=OPERATIONAL)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     call_deadline_s: float = Field(60, gt=0, json_schema_extra=OPERATIONAL)
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        description="how long one push may keep engines paused in all; null: 20 times call_deadline_s",
+        json_schema_extra=OPERATIONAL,
+    )
     min_engines: int = Field(
         1, ge=1, description="fewer confirmed engines than this fail the push", json_schema_extra=OPERATIONAL
     )
+
+    @property
+    def paused_at_most_s(self) -> float:
+        return self.deadline_s or 20 * self.call_deadline_s
+
+    def _rules(self) -> Rules:
+        call_s, all_s = self.call_deadline_s, self.paused_at_most_s
+        why = f"deadline_s {all_s:g} is less than 3 times call_deadline_s {call_s:g}: one engine that hangs in a call, "
+        why += "and the transfer again without it, would already fail the push; raise the one or lower the other"
+        yield all_s < 3 * call_s, why
+        why = f"folder says nothing with transport {self.transport}: leave it out, or use disk_delta or disk_full"
+        yield self.folder is not None and not self.transport.startswith("disk"), why
 
 
 class RunConfig(_Section):

@@ -154,7 +154,7 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
         "judge": {"call_s": 1, "retries": 1},
         "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0, "max_nonfinite_steps": 1},
         # whatever carries the weights, an engine serves only what has the trainer's checksums
-        "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2, "transport": "p2p", "folder": "/w"},
+        "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2, "transport": "disk_delta", "folder": "/w"},
     }
     assert frozen_differences(config, RunConfig.parse(changed)) == []
     operational = {path for path in leaves() if path[0] in changed and _in(changed, path)}
