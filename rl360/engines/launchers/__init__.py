@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
-from rl360.errors import BadInput
+from rl360.errors import BadInput, Rl360Error
 
 if TYPE_CHECKING:
     from rl360.config.services import Services
+    from rl360.engines.fleet_log import Slot
     from rl360.engines.launchers.base import Launcher
+    from rl360.engines.processes import EndProof
 
 KINDS = ("supervised", "local", "kubernetes", "slurm", "external")
 
@@ -36,3 +39,17 @@ def open_launcher(kind: str, services: Services) -> Launcher:
 
         return ExternalLauncher(services)
     raise BadInput(f"launcher {kind!r}: use one of {', '.join(KINDS)}")
+
+
+def end(slot: Slot, services: Services, deadline_s: float) -> EndProof:
+    """End a slot's present start by its launcher, and prove it. A launcher that fails has proven nothing.
+
+    Blocks: an event loop calls it from a thread, where a launcher may wait for files and programs as it likes.
+    """
+    from rl360.engines.launchers.base import handle_of
+    from rl360.engines.processes import EndProof
+
+    try:
+        return asyncio.run(open_launcher(slot.launcher, services).end(handle_of(slot), deadline_s))
+    except Rl360Error as error:
+        return EndProof(gone=False, evidence=f"launcher {slot.launcher}: {error}")
