@@ -65,7 +65,7 @@ async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_versio
                 await roll_out_slot(client, spec, earlier, room, log.keep, engines.mend)
 
     try:
-        client = RolloutClient(job.services, job.config, job.step, wave, weight_version)
+        client = RolloutClient(job.services, job.config, job.step, wave, weight_version, specs)
         async with client, asyncio.TaskGroup() as group:
             for spec in specs:
                 group.create_task(one(client, spec))

@@ -16,7 +16,7 @@ import asyncio
 import random
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from rl360.harbor.outcome import RETRYABLE
 from rl360.harbor.protocol import JudgeOrder, RunReply, RunRequest, SandboxLimits
 from rl360.harbor.verdict import receipt_problem, run_key
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
+from rl360.sandboxes.placement import Placement
 from rl360.sessions.sample import AttemptRecord, SampleRef
 from rl360.store.layout import merged_key
 
@@ -94,7 +95,16 @@ def spread(urls: list[str], key: str) -> str:
 class RolloutClient:
     """Talks to the session and sandbox servers of one deployment, for one wave at one weight version."""
 
-    def __init__(self, services: Services, config: RunConfig, step: int, wave: int, weight_version: str) -> None:
+    def __init__(
+        self,
+        services: Services,
+        config: RunConfig,
+        step: int,
+        wave: int,
+        weight_version: str,
+        specs: Sequence[AttemptSpec] = (),
+    ) -> None:
+        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to."""
         self.services = services
         self.config = config
         self.step = step
@@ -109,6 +119,9 @@ class RolloutClient:
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
         self._stores = StoreGroups(self._ask_stores)
+        self._placement = Placement(services.sandbox_urls, len(specs))
+        for spec in specs:
+            self._placement.place(spec.slot_id, spec.task_id)
 
     async def __aenter__(self) -> RolloutClient:
         return self
@@ -131,15 +144,16 @@ class RolloutClient:
         attempt_id = spec.attempt_id(try_index)
         started_at = time.time()
         session_id, reply = "", None
+        server = self._sandbox_server(spec, try_index)
         with self._stores.player():
             try:
                 session_id, base_url = await self._open_session(spec, attempt_id)
-                reply = await self._run(spec, attempt_id, base_url)
+                reply = await self._run(spec, attempt_id, base_url, server)
                 outcome, detail = reply.outcome, reply.detail
             except _Lost as lost:
                 outcome, detail = lost.outcome, lost.detail
                 if session_id:
-                    await self._flush(attempt_id)
+                    await self._flush(attempt_id, server)
         return Played(spec, try_index, started_at, time.time(), session_id, reply, outcome, detail)
 
     async def finish(self, played: Played) -> AttemptRecord:
@@ -183,12 +197,18 @@ class RolloutClient:
             unmerged_tokens=unmerged or 0,
         ).check(attempt_id)
 
-    async def _flush(self, attempt_id: str) -> None:
+    def _sandbox_server(self, spec: AttemptSpec, try_index: int) -> str:
+        """Where a try runs: it follows from the wave's plan and the servers alone, so that whoever asks again asks the
+        same one. A task's attempts share few servers; a try after one that was lost goes to the task's next."""
+        if spec.slot_id not in self._placement:
+            self._placement.place(spec.slot_id, spec.task_id)
+        return self._placement.node_of(spec.slot_id, try_index)
+
+    async def _flush(self, attempt_id: str, server: str) -> None:
         """End an attempt nobody waits for any more, so that it neither holds a slot nor samples on. Best effort: the
         sandbox server ends it at its own deadline at the latest."""
         try:
-            url = f"{spread(self.services.sandbox_urls, attempt_id)}/flush"
-            await _answer(self._sandboxes, "POST", url, {"attempt_ids": [attempt_id]}, _FLUSH_TIMEOUT_S)
+            await _answer(self._sandboxes, "POST", f"{server}/flush", {"attempt_ids": [attempt_id]}, _FLUSH_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):
             return
 
@@ -228,7 +248,7 @@ class RolloutClient:
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise _Lost(Outcome.SESSION_LOST, f"{url}: reply is not a session ({error!r})"[:500]) from None
 
-    async def _run(self, spec: AttemptSpec, attempt_id: str, base_url: str) -> RunReply:
+    async def _run(self, spec: AttemptSpec, attempt_id: str, base_url: str, server: str) -> RunReply:
         config, deadlines = self.config, self.config.deadlines
         request = RunRequest(
             instance_id=spec.task_id,
@@ -256,7 +276,7 @@ class RolloutClient:
             judge=self._judge,
             deadline_s=deadlines.client_s,
         )
-        url = f"{spread(self.services.sandbox_urls, attempt_id)}/run"
+        url = f"{server}/run"
         body = request.model_dump(mode="json")
         answer = await _send(self._sandboxes, url, body, deadlines.client_s, Outcome.SANDBOX_LOST)
         try:

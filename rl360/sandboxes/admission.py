@@ -38,7 +38,7 @@ class Reservations:
 
     def __init__(self, room: Room) -> None:
         self.room = self.left = room
-        self._held: dict[str, Room] = {}
+        self.held: dict[str, Room] = {}
 
     def require(self, need: Room) -> None:
         """`BadInput` when the empty node would not do."""
@@ -48,16 +48,16 @@ class Reservations:
 
     def hold(self, key: str, need: Room) -> bool:
         """Promise it, if there is room."""
-        if key in self._held:
+        if key in self.held:
             raise ValueError(f"{key} holds a reservation")
         if any(n > left for n, left in zip(need, self.left, strict=True)):
             return False
-        self.left, self._held[key] = Room(*map(sub, self.left, need)), need
+        self.left, self.held[key] = Room(*map(sub, self.left, need)), need
         return True
 
     def release(self, key: str) -> None:
         """Take it back; a second time is a `KeyError`."""
-        self.left = Room(*map(add, self.left, self._held.pop(key)))
+        self.left = Room(*map(add, self.left, self.held.pop(key)))
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Gate:
     def ask(self, key: str, group: str, need: Room) -> None:
         """Wait for a start. `BadInput` when it could never fit."""
         self.reservations.require(need)
-        if key in self._waiting:
-            raise ValueError(f"{key} waits already")
+        if key in self._waiting or key in self.reservations.held:
+            raise ValueError(f"{key} waits or runs already")
         self._waiting[key] = _Ask(group, need)
 
     def due(self, now: float, most: int = sys.maxsize) -> list[str]:

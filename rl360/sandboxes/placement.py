@@ -22,6 +22,8 @@ class Placement:
 
     def __init__(self, nodes: Iterable[str], expected: int, homes: int = 2, slack: float = 1.25) -> None:
         self._nodes = sorted(set(nodes))
+        if not self._nodes:
+            raise BadInput("there is no node to place anything on")
         self.expected, self.homes, self.slack = expected, homes, slack
         self._rankings: dict[str, list[str]] = {}
         self._at: dict[str, tuple[str, str]] = {}  # key -> group, node
@@ -29,8 +31,6 @@ class Placement:
 
     def ranking(self, group: str) -> list[str]:
         """All nodes in the group's order."""
-        if not self._nodes:
-            raise BadInput(f"no node is left for {group}")
         if group not in self._rankings:
             self._rankings[group] = sorted(self._nodes, key=lambda node: _weight(node, group))
         return self._rankings[group]
@@ -56,6 +56,9 @@ class Placement:
         ranking = self.ranking(group)
         return [node, *(other for other in ranking if other != node)][lost % len(ranking)]
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._at
+
     def release(self, key: str) -> None:
         """It ended; a second time is a `KeyError`."""
         _, node = self._at.pop(key)
@@ -63,6 +66,8 @@ class Placement:
 
     def lose(self, node: str) -> dict[str, str]:
         """The node is gone: attempts that were on it, with their new nodes."""
+        if self._nodes == [node]:
+            raise BadInput(f"{node} is lost and there is no other node")
         self._change(node, there=False)
         moved = {key: group for key, (group, at) in self._at.items() if at == node}
         for key in moved:

@@ -2,9 +2,9 @@
 
 At most `size` starts begin in a wave, and waves begin at least `interval_s` apart; at most `window` starts are under way
 at once. The window follows what starts take, between 1 and `max_concurrent`: it grows by a quarter a round while they
-take less than half of `ready_goal_s`, stands up to the goal, shrinks by a fifth above it and by half when a start is
-refused; one round shrinks it once. Registries and hosts slow down before they refuse: under a goal that notices, nothing
-is refused. Where something was, the window comes back to that point slowly.
+take less than half of `ready_goal_s`, stands up to the goal, shrinks by a fifth above it (not below a quarter of a wave)
+and by half when a start is refused; one round shrinks it once. Registries and hosts slow down before they refuse: under
+a goal that notices, nothing is refused. Where something was, the window comes back to that point slowly.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 GROWTH = 0.25  # what one start that was quick adds to a window that was full
 LATE, REFUSED = 0.8, 0.5  # what is left of the window
+LEAST = 0.25  # of a wave: what late starts leave of the window; refused ones may leave one
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class Waves:
         if refused or took > self.pace.ready_goal_s:
             if began > self._cut_at:  # the others of its round only say the same again
                 self._refused_at = self.window if refused else self._refused_at
-                self.window, self._cut_at = max(1.0, self.window * (REFUSED if refused else LATE)), now
+                # late: perhaps for other reasons, and then fewer at once are no quicker
+                least = 1.0 if refused else min(self.window, max(1.0, LEAST * self.pace.size))
+                self.window, self._cut_at = max(least, self.window * (REFUSED if refused else LATE)), now
         elif full and ok and took <= self.pace.ready_goal_s / 2:
             grown = self.window + (GROWTH if self.window < REFUSED * self._refused_at else GROWTH / self.window)
             self.window = min(float(self.pace.max_concurrent), grown)
