@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infra.local.proc import INSTANCE_ENV, SERVICE_ENV
 from rl360.config.services import Secrets, Services
-from rl360.engines.launch import EngineOptions
+from rl360.engines.launchers.options import EngineOptions
 from rl360.errors import BadInput
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -287,6 +287,7 @@ def _engines(options: UpOptions) -> list[Spec]:
             port=port,
             seed=options.seed + index,
             routed_experts=options.routed_experts,
+            strict=True,
         )
         specs.append(
             Spec(

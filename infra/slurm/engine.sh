@@ -12,5 +12,7 @@ set -euo pipefail
 export HF_HUB_OFFLINE=1
 # the engine's door serves callers of other nodes only with this deployment's token: a 0600 file that nodes can read
 export RL360_TOKEN_FILE="${RL360_TOKEN_FILE:-$RL360_HOME/token}"
+# fetched weights lie on the node: engines of other nodes have the same port, and must not share a folder
+weights="${TMPDIR:-/tmp}/rl360-weights-${SLURM_JOB_ID:-$$}"
 # --kill-on-bad-exit: a dead rank ends the step, so that nothing of the engine outlives the job
-exec srun --kill-on-bad-exit=1 "${RL360_PYTHON:-python}" -m rl360.engines.launch "$@"
+exec srun --kill-on-bad-exit=1 "${RL360_PYTHON:-python}" -m rl360.engines.launch --weights-dir "$weights" "$@"

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import httpx
 import orjson
 
-from rl360.config.services import home_dir, service_token
+from rl360.config.services import home_dir, load_services, service_token
 from rl360.errors import BadInput, ServiceError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -39,9 +39,20 @@ def open_http() -> httpx.AsyncClient:
 
 
 def deployment_token() -> str | None:
-    """The token of the file that RL360_TOKEN_FILE names, else of the home; None when there is neither."""
-    known = os.environ.get("RL360_TOKEN_FILE") or (home_dir() / "token").exists()
-    return service_token() if known else None
+    """The token of the file that RL360_TOKEN_FILE names, else that of the home; None when there is neither."""
+    home = home_dir()
+    if os.environ.get("RL360_TOKEN_FILE") or (home / "token").exists():
+        return service_token()
+    return load_services(home).secrets().token if (home / "secrets.json").exists() else None
+
+
+def headers_for(url: str) -> dict[str, str]:
+    """What a command shows at the engine that a person named: the token, when the services name it as one of ours."""
+    if not (home_dir() / "services.json").exists():
+        return {}
+    ours = {engine.rstrip("/") for engine in load_services().engine_urls}
+    token = deployment_token() if url.rstrip("/") in ours else None
+    return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
 class EngineSilent(ServiceError):

@@ -4,9 +4,11 @@ A push sends its epoch with every control call (`X-RL360-Epoch`); the door remem
 with 409: a pusher that was taken over and wakes up later changes nothing, whatever the gateway or the store believe.
 Generation is refused with 503 unless the push that confirmed the weights admitted the engine, and again once it is
 barred or a later epoch begins to change it. Requests that arrive between that epoch's pause and its end wait here: they
-go on when the engine is admitted and are refused when it is barred. Requests in flight are not touched.
-An engine that no push ever admitted or barred generates as if it had no door; `strict` refuses until admitted, and
-refuses control calls without an epoch. All is forgotten when the engine restarts: it has other weights then.
+go on when the engine is admitted and are refused when it is barred; no more than `hold_requests` wait, none longer than
+`hold_s`. Requests in flight are not touched.
+An engine that no push ever admitted or barred generates as if it had no door; `strict`, which the engines are that
+rl360 starts, refuses until admitted, and refuses control calls without an epoch. All is forgotten when the engine
+restarts: it has other weights then.
 
 `GET /rl360/door` says what it knows; `POST /rl360/admit {"epoch", "version"}`; `POST /rl360/bar {"epoch", "reason"}`;
 `POST /rl360/pull {"epoch", "folder", "version", "base_version"}` fetches and applies files (rl360.engines.pull).
@@ -21,6 +23,7 @@ import hmac
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from enum import StrEnum
 from typing import Any
@@ -29,6 +32,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl360.engines.client import EPOCH_HEADER
+from rl360.engines.launchers.options import HOLD_REQUESTS, HOLD_S
 from rl360.engines.pull import Puller
 from rl360.errors import BadInput, CorruptObject, Rl360Error, ServiceError, StoreUnavailable
 from rl360.weights.delta import WrongBase
@@ -79,9 +83,11 @@ CONTROL = frozenset(
         "/abort_request",
     )
 )
+_GENERATES = frozenset(("/generate", "/tokenize", "/detokenize"))  # with all of /v1/: for whom an engine is admitted
 _KEEPS_SERVING = frozenset((PAUSE, "/rl360/pull"))  # a later epoch's calls that alone do not end the admission
 _EPOCH = EPOCH_HEADER.lower().encode()
 _BODY_BYTES = 64 << 10
+_RETRY_AFTER_S = 5  # told with every 503
 
 
 class Phase(StrEnum):
@@ -121,8 +127,19 @@ class Refused(Exception):
 class Doorkeeper:
     """All that a door remembers; one an engine, used on its event loop alone."""
 
-    def __init__(self, puller: Puller, *, strict: bool = False, token: str | None = None) -> None:
+    def __init__(
+        self,
+        puller: Puller,
+        *,
+        strict: bool = False,
+        token: str | None = None,
+        hold_requests: int = HOLD_REQUESTS,
+        hold_s: float = HOLD_S,
+    ) -> None:
         self.puller, self.strict = puller, strict
+        self.hold_requests, self.hold_s = hold_requests, hold_s
+        self.waiting = 0
+        self.counts: Counter[str] = Counter()  # of requests: held, and refused as barred, too_many, too_long
         self.bearer = None if token is None else b"Bearer " + token.encode()
         self.epoch = 0
         self.admitted_epoch = 0
@@ -143,6 +160,8 @@ class Doorkeeper:
             "phase": self.phase,
             "reason": self.reason,
             "strict": self.strict,
+            "waiting": self.waiting,
+            "counts": dict(self.counts),
         }
 
     def _move(self, phase: Phase, reason: str = "") -> None:
@@ -179,10 +198,29 @@ class Doorkeeper:
 
     async def may_generate(self) -> None:
         """Returns when a request may go on to the engine; `Refused` when it may not."""
-        while self.phase is Phase.HELD:
-            await self._moved.wait()
+        if self.phase is Phase.HELD:
+            await self._hold()
         if self.phase is Phase.BARRED:
-            raise Refused(503, f"not serving: {self.reason}")
+            raise self._not_serving("barred", "")
+
+    async def _hold(self) -> None:
+        """Wait for the end of the push, within the limits."""
+        if self.waiting >= self.hold_requests:
+            raise self._not_serving("too_many", f", and {self.waiting} requests wait, the limit (--hold-requests)")
+        self.counts["held"] += 1
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(self.hold_s):
+                while self.phase is Phase.HELD:
+                    await self._moved.wait()
+        except TimeoutError:
+            raise self._not_serving("too_long", f"; waited {self.hold_s:g} s, the limit (--hold-s)") from None
+        finally:
+            self.waiting -= 1
+
+    def _not_serving(self, kind: str, why: str) -> Refused:
+        self.counts[kind] += 1
+        return Refused(503, f"not serving: {self.reason}{why}")
 
     def check_caller(self, scope: Scope) -> None:
         """`Refused` unless the caller has the token, or is on this host where that is enough."""
@@ -208,7 +246,7 @@ class Door:
         reply = None
         if scope["type"] != "lifespan" and scope["path"] not in OPEN:
             path = scope["path"]
-            generates = path == "/generate" or path.startswith("/v1/")
+            generates = path in _GENERATES or path.startswith("/v1/")
             try:
                 self.keeper.check_caller(scope)
                 if not (generates and self.keeper.phase is Phase.SERVING):
@@ -297,6 +335,7 @@ async def _answer(scope: Scope, send: Send, status: int, value: dict[str, Any]) 
         return
     body = orjson.dumps(value)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"retry-after", str(_RETRY_AFTER_S).encode())] if status == 503 else []
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

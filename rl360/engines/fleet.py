@@ -17,7 +17,7 @@ from enum import StrEnum
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from rl360.engines.client import EngineClient, EngineSilent
+from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
 from rl360.engines.processes import ProcessTree, tree_of_url
 from rl360.errors import Rl360Error, ServiceError
 
@@ -105,3 +105,20 @@ async def probe_engine(client: EngineClient, deadline_s: float) -> Probe:
 async def probe_fleet(clients: Iterable[EngineClient], deadline_s: float) -> list[Probe]:
     """Probe all engines at once, in the given order."""
     return list(await asyncio.gather(*(probe_engine(client, deadline_s) for client in clients)))
+
+
+async def require_access(clients: Iterable[EngineClient]) -> None:
+    """`ServiceError` when a door does not take what we show: met inside a push, that would cost its engine its life."""
+
+    async def refused(client: EngineClient) -> str:
+        try:
+            await client.door(min(client.deadline_s, 5.0))
+        except ServiceError as error:  # whatever else is wrong, the push meets it and judges
+            return str(error) if isinstance(error, EngineRefused) and error.status == 401 else ""
+        return ""
+
+    for reason in filter(None, await asyncio.gather(*(refused(client) for client in clients))):
+        raise ServiceError(
+            f"{reason}; name the file of its token in RL360_TOKEN_FILE, or take an engine of another deployment out of "
+            "the fleet (`rl360 fleet remove`)"
+        )

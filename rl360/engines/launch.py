@@ -12,47 +12,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl360.engines.launchers.options import HOLD_REQUESTS, HOLD_S, MAX_RUNNING_REQUESTS, MAX_TOTAL_TOKENS, EngineOptions
+
 if TYPE_CHECKING:
     from rl360.engines.door import Doorkeeper
-
-# 32 concurrent requests of 512 tokens fill 16,384; twice that leaves room for the prefixes kept between turns.
-MAX_TOTAL_TOKENS = 32_768
-MAX_RUNNING_REQUESTS = 48
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What a caller may choose about an engine; everything else follows from the device."""
-
-    model_dir: str
-    port: int
-    host: str = "127.0.0.1"
-    seed: int = 0
-    tp: int = 1
-    context_length: int = 0  # 0: what the model's config says
-    max_total_tokens: int = MAX_TOTAL_TOKENS
-    max_running_requests: int = MAX_RUNNING_REQUESTS
-    routed_experts: bool = False
-    strict: bool = False
-    weights_dir: str = ""  # empty: `engines/{port}` in the local home
-
-    def argv(self) -> list[str]:
-        """The command line of this module that makes this engine."""
-        argv = ["--model", self.model_dir, "--port", str(self.port), "--host", self.host, "--seed", str(self.seed)]
-        argv += ["--tp", str(self.tp), "--context-length", str(self.context_length)]
-        argv += [
-            "--max-total-tokens",
-            str(self.max_total_tokens),
-            "--max-running-requests",
-            str(self.max_running_requests),
-        ]
-        argv += ["--routed-experts"] if self.routed_experts else []
-        argv += ["--door", "strict"] if self.strict else []
-        return argv + (["--weights-dir", self.weights_dir] if self.weights_dir else [])
 
 
 def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
@@ -75,9 +41,15 @@ def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
         default="open",
         help="strict: no generation until a push admits this engine, no control call without a push's epoch",
     )
+    parser.add_argument(
+        "--hold-requests", type=int, default=HOLD_REQUESTS, help="requests that may wait while a push has the engine"
+    )
+    parser.add_argument("--hold-s", type=float, default=HOLD_S, help="how long each of them may wait")
     parser.add_argument("--weights-dir", default="", help="where pulled weights are kept (default: in $RL360_HOME)")
     parser.add_argument("extra", nargs="*", help="flags for SGLang itself, after `--`")
     args = parser.parse_args(argv)
+    if args.hold_requests < 0 or not args.hold_s >= 0:
+        parser.error(f"--hold-requests {args.hold_requests} --hold-s {args.hold_s:g}: neither may be negative")
     if not (Path(args.model) / "config.json").is_file():
         parser.error(
             f"--model {args.model}: no config.json there; name a directory with a model in Hugging Face format"
@@ -93,6 +65,8 @@ def parse_options(argv: list[str]) -> tuple[EngineOptions, list[str]]:
         max_running_requests=args.max_running_requests,
         routed_experts=args.routed_experts,
         strict=args.door == "strict",
+        hold_requests=args.hold_requests,
+        hold_s=args.hold_s,
         weights_dir=args.weights_dir,
     )
     return options, list(args.extra)
@@ -162,10 +136,18 @@ def doorkeeper(options: EngineOptions) -> Doorkeeper:
     from rl360.engines.client import deployment_token
     from rl360.engines.door import Doorkeeper
     from rl360.engines.pull import Puller
+    from rl360.errors import BadInput
 
     folder = Path(options.weights_dir) if options.weights_dir else home_dir() / "engines" / str(options.port)
     puller = Puller(folder.absolute(), Path(options.model_dir))
-    return Doorkeeper(puller, strict=options.strict, token=deployment_token())
+    token = deployment_token()
+    if token is None and options.host not in ("127.0.0.1", "localhost", "::1"):
+        raise BadInput(
+            f"--host {options.host} without a token: its door would refuse every other host; name this deployment's "
+            "token file in RL360_TOKEN_FILE"
+        )
+    hold = options.hold_requests
+    return Doorkeeper(puller, strict=options.strict, token=token, hold_requests=hold, hold_s=options.hold_s)
 
 
 def serve(argv: list[str], cpu: bool) -> None:
@@ -179,6 +161,8 @@ def serve(argv: list[str], cpu: bool) -> None:
     from rl360.errors import Rl360Error
 
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "75")  # a turn sent on a connection just closed is lost
+    # SGLang's own /health generates: a second at least, and 20 while paused. The gateway asks it of each new worker
+    os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
     server_args = prepare_server_args([*sglang_argv(options, cpu), *extra])
     try:
         install(server_args, doorkeeper(options))

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from rl360.engines.client import headers_for
 from rl360.errors import BadInput, ServiceError
 
 PARITY_LIMIT = 1e-4
@@ -77,7 +78,7 @@ def transformers_logprobs(hf_dir: Path, sequences: Sequence[np.ndarray]) -> list
 def engine_logprobs(engine_url: str, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The engine's own log-probs of the same tokens (its dtype): float32 [T - 1] per sequence."""
     found = []
-    with httpx.Client(base_url=engine_url, timeout=_ENGINE_DEADLINE_S) as client:
+    with httpx.Client(base_url=engine_url, headers=headers_for(engine_url), timeout=_ENGINE_DEADLINE_S) as client:
         for number, sequence in enumerate(sequences):
             body = {
                 "input_ids": sequence.tolist(),

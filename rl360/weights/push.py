@@ -25,7 +25,7 @@ from rl360.config.run import PushConfig
 from rl360.config.services import Services
 from rl360.engines import members as fleet_members
 from rl360.engines.client import EngineClient, deployment_token, open_http
-from rl360.engines.fleet import EngineIdentity, EngineState, Probe, probe_fleet
+from rl360.engines.fleet import EngineIdentity, EngineState, Probe, probe_fleet, require_access
 from rl360.engines.fleet_log import FleetLog
 from rl360.engines.gateway import GatewayClient
 from rl360.engines.processes import end_tree, tree_of_url
@@ -185,6 +185,7 @@ class _Push:
             # a receiver may sit in a broadcast of the unfinished push until that one's deadline
             patience_s = max([self.probe_deadline_s, *(with_slack_s(i.call_deadline_s) for i in intents)])
             probes = await self.probe_members(patience_s)
+            await require_access([self.client(probe.url) for probe in probes if probe.identity is not None])
             reclaimed = await self.settle(intents, probes)
         with self.phase("freeze"):
             members = await self.freeze(probes)

@@ -45,8 +45,9 @@ def ask_gateway(services: Services, count: int) -> None:
 
 
 def test_a_killed_engine_is_fenced_replaced_and_silent_until_a_push(
-    services: Services, store: ObjectStore, cli: Cli
+    services: Services, store: ObjectStore, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RL360_HOME", services.home)  # this process pushes, as one of the deployment
     log = FleetLog(store)
 
     def slot(number: int = 0) -> Slot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -15,7 +16,11 @@ from typing import Any
 
 import httpx
 import orjson
+import psutil
+import pytest
 
+from rl360.engines.client import EngineClient, open_http
+from rl360.engines.gateway import GatewayClient
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.families.registry import load_template
 from rl360.sessions.sample import MergedSample, decode_samples
@@ -36,6 +41,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def far_address() -> str:
+    """An address of this host that is not loopback: who calls it comes from there too, as from another host."""
+    found = [row.address for rows in psutil.net_if_addrs().values() for row in rows if row.family == socket.AF_INET]
+    far = [address for address in found if not address.startswith("127.")]
+    if not far:
+        pytest.skip("this host has no address but loopback")
+    return far[0]
 
 
 @contextlib.contextmanager
@@ -122,21 +136,42 @@ class Rig:
 
 
 @contextlib.contextmanager
-def session_rig(engine_url: str, model_dir: str, folder: Path, *flags: str) -> Iterator[Rig]:
-    """A gateway over this engine alone and a session server with `flags` over that."""
+def session_rig(
+    engine_url: str, model_dir: str, folder: Path, *flags: str, engine_token: str | None = None
+) -> Iterator[Rig]:
+    """A gateway over this engine alone and a session server with `flags` over that. `engine_token`: what the engine's
+    door asks for; the gateway is told it."""
     token = folder / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
     gateway_url, url = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
     binaries = Path(sys.executable).parent
     smg = [str(binaries / "smg"), "launch", "--host", "127.0.0.1", "--port", gateway_url.rsplit(":", 1)[1]]
-    smg += ["--policy", "manual", "--worker-urls", engine_url, "--prometheus-port", str(free_port()), "--enable-rl"]
+    smg += ["--policy", "manual", "--prometheus-port", str(free_port()), "--enable-rl"]
     smg += ["--disable-tokenizer-autoload", "--health-check-endpoint", "/ping"]
     server = [str(binaries / "rl360"), "sessions", "serve", "--port", url.rsplit(":", 1)[1], "--upstream", gateway_url]
     server += ["--model", model_dir, "--deadline-s", "120", "--drain-s", "0", *flags]
     with (
-        process(smg, f"{gateway_url}/readiness", folder / "smg.log"),
+        process(smg, f"{gateway_url}/liveness", folder / "smg.log"),
         process(server, f"{url}/health", folder / "sessions.log", {"RL360_TOKEN_FILE": str(token)}),
         httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120, trust_env=False) as http,
     ):
+        asyncio.run(_register(gateway_url, engine_url, engine_token))
         yield Rig(engine_url, url, load_template(model_dir), http)
+
+
+async def _register(gateway_url: str, engine_url: str, token: str | None) -> None:
+    async with open_http() as http:
+        await GatewayClient(gateway_url, http).add(engine_url, 60.0, token)
+
+
+def admit_if_new(engine_url: str, token: str) -> None:
+    """Let an engine generate that no push has come to yet, with the weights that it was started with."""
+
+    async def ask() -> None:
+        async with open_http() as http:
+            door = await EngineClient(engine_url, http, 30, token=token).door() or {}
+            if door["phase"] != "serving":
+                await EngineClient(engine_url, http, 30, max(1, door["epoch"]), token).admit("as started")
+
+    asyncio.run(ask())

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from rl360.config.run import PushConfig, RunConfig
 from rl360.config.services import Services
-from rl360.engines.client import EngineClient, open_http
+from rl360.engines.client import EngineClient, deployment_token, headers_for, open_http
 from rl360.engines.fleet import EngineState, Probe, probe_fleet
 from rl360.engines.gateway import GatewayClient
 from rl360.engines.processes import proof_of_end
@@ -114,7 +114,8 @@ class Rig:
     def checksums(self, url: str) -> dict[str, str]:
         async def ask() -> dict[str, str]:
             async with open_http() as http:
-                return await EngineClient(url, http, 20).checksums()
+                epoch = fence.next_epoch(self.store) - 1  # the newest: strict doors answer a push alone
+                return await EngineClient(url, http, 20, epoch, deployment_token()).checksums()
 
         return asyncio.run(ask())
 
@@ -130,7 +131,8 @@ def generate(url: str, tokens: int = 16) -> tuple[list[int], str]:
         "input_ids": PROMPT,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
     }
-    reply = httpx.post(f"{url}/generate", json=body, headers={"X-SMG-Routing-Key": uuid.uuid4().hex}, timeout=60)
+    headers = {"X-SMG-Routing-Key": uuid.uuid4().hex} | headers_for(url)
+    reply = httpx.post(f"{url}/generate", json=body, headers=headers, timeout=60)
     reply.raise_for_status()
     return reply.json()["output_ids"], reply.json()["meta_info"]["weight_version"]
 
@@ -139,12 +141,14 @@ def generate(url: str, tokens: int = 16) -> tuple[list[int], str]:
 def rig(services: Services) -> Iterator[Rig]:
     made = Rig(services)
     made.wait_for_all(180)
-    yield made
-    # other tests sample from these engines: with the model they were started with, not with noise
-    made.weights.tensors, made.weights.before = HeldWeights(services.model_dir).tensors, None
-    made.wait_for_all(180)
-    version = f"{made.run}:100"
-    asyncio.run(push(made.store, services, made.run, 99, version, made.weights, CONFIG))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RL360_HOME", services.home)  # this process pushes, and writes files, as one of it
+        yield made
+        # other tests sample from these engines: with the model they were started with, not with noise
+        made.weights.tensors, made.weights.before = HeldWeights(services.model_dir).tensors, None
+        made.wait_for_all(180)
+        version = f"{made.run}:100"
+        asyncio.run(push(made.store, services, made.run, 99, version, made.weights, CONFIG))
 
 
 def test_both_confirmed_and_generation_differs(rig: Rig) -> None:
@@ -224,9 +228,8 @@ def test_push_killed_by_its_process_is_taken_over(rig: Rig) -> None:
     assert rig.usable() == sorted(rig.services.engine_urls)
 
 
-def test_every_transport_that_a_dense_model_has_brings_a_version(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_transport_that_a_dense_model_has_brings_a_version(rig: Rig) -> None:
     """One after another on the same engines; a delta whose base nobody holds would be a full one, and say so."""
-    monkeypatch.setenv("RL360_HOME", rig.services.home)  # whoever writes the files is this process here
     rig.wait_for_all(180)
     sent: dict[str, int] = {}
     for step, transport in enumerate(["p2p", "colocated", "disk_full", "disk_delta", "broadcast"], start=5):

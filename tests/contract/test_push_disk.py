@@ -1,6 +1,7 @@
 """Weights as files on real engines with a strict door: a real trainer's steps through a real S3, full and as deltas.
 
-Two engines run the trainer's tiny model. The transport and the acts of a push (pause, name, transfer, check, admit,
+Two engines run the trainer's tiny model, on all addresses of this host, and are called at one that is not loopback, as
+from another host. The transport and the acts of a push (pause, name, transfer, check, admit,
 resume) are this file's, step by step, so that each refusal can be met where it belongs.
 """
 
@@ -20,15 +21,20 @@ import torch
 from safetensors.torch import load_file
 
 from rl360.bench.delta import compare
+from rl360.config.run import PushConfig
+from rl360.config.services import load_services
 from rl360.engines.client import EngineClient, EngineRefused, open_http
 from rl360.engines.fleet import EngineIdentity, incarnation_of
 from rl360.engines.gateway import GatewayClient
+from rl360.training.client import TrainerClient
+from rl360.weights import fence
 from rl360.weights.checksum import expected_checksums, tensor_specs
 from rl360.weights.delta import open_folder, open_tensors, write_version
-from rl360.weights.messages import EngineSet, PushPlan, TransferReport
+from rl360.weights.messages import EngineSet, PushPlan, PushRecord, TransferReport
 from rl360.weights.plan import plan_push
+from rl360.weights.push import ensure_weights
 from rl360.weights.transports import Senders
-from tests.contract.session_rig import free_port, process
+from tests.contract.session_rig import far_address, free_port, process
 from tests.contract.trainer_rig import TOKEN, Rig
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
@@ -140,12 +146,12 @@ def versions(rig: Rig) -> list[Tensors]:
 @pytest.fixture(scope="module")
 def fleet(rig: Rig, versions: list[Tensors]) -> Iterator[Fleet]:
     env = {"RL360_HOME": str(rig.folder), "RL360_TOKEN_FILE": str(rig.folder / "token")}
-    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    urls = [f"http://{far_address()}:{free_port()}" for _ in range(2)]
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)
         for index, url in enumerate(urls):
-            argv = [*launch_argv(rig.model, url), "--door", "strict"]
+            argv = [*launch_argv(rig.model, url), "--door", "strict", "--host", "0.0.0.0"]
             stack.enter_context(process(argv, f"{url}/ping", rig.folder / f"engine-{index}.log", env, 400))
         made = Fleet(rig, urls, versions)
         yield made
@@ -277,26 +283,65 @@ def test_requests_that_meet_a_push_wait_for_its_end(fleet: Fleet) -> None:
     fleet.everywhere(lambda c: c.admit(f"{RUN}:3"))
 
 
-def test_the_gateway_shows_the_token_that_its_caller_lacks(fleet: Fleet) -> None:
-    """An engine is registered with the token as its `api_key`: agents' requests carry none and get through."""
+@pytest.fixture
+def gateway_url(rig: Rig) -> Iterator[str]:
     port, metrics = free_port(), free_port()
     argv = [str(Path(sys.executable).parent / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--policy", "manual", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
     argv += ["--disable-tokenizer-autoload", "--health-check-endpoint", "/ping", "--health-check-interval-secs", "1"]
     url = f"http://127.0.0.1:{port}"
+    with process([*argv, "--log-level", "debug"], f"{url}/liveness", rig.folder / "gateway.log"):
+        yield url
+
+
+def through(gateway_url: str) -> httpx.Response:
+    """As a session server asks: without a token."""
     body = {"input_ids": [11, 12], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+    return httpx.post(f"{gateway_url}/generate", json=body, timeout=60)
 
-    def status_through(token: str | None) -> int:
-        async def register() -> None:
-            async with open_http() as http:
-                await GatewayClient(url, http).add(fleet.urls[0], 30, token)
 
-        with process(argv, f"{url}/liveness", fleet.rig.folder / "gateway.log"):
-            asyncio.run(register())
-            return httpx.post(f"{url}/generate", json=body, timeout=60).status_code
+def test_a_gateway_that_was_told_no_token_gets_nothing(fleet: Fleet, gateway_url: str) -> None:
+    async def register() -> None:
+        async with open_http() as http:
+            await GatewayClient(gateway_url, http).add(fleet.urls[0], 30)
 
-    assert status_through(TOKEN) == 200
-    assert status_through(None) == 401
+    asyncio.run(register())
+    assert through(gateway_url).status_code == 401
+
+
+def test_a_push_of_the_trainer_reaches_engines_of_other_hosts(fleet: Fleet, gateway_url: str) -> None:
+    """The product's own push: trainer, pusher and gateway show the token, and nobody else gets in."""
+    rig, version = fleet.rig, f"{RUN}:{STEPS}"
+    services = load_services(rig.folder).model_copy(update={"gateway_url": gateway_url, "engine_urls": fleet.urls})
+    # the doors have seen epochs that this store knows nothing of
+    before = fence.end_key(fleet.epoch), _over(fleet.epoch).model_dump_json().encode()
+    rig.store.put_once(*before)
+
+    async def go() -> PushRecord:
+        async with open_http() as http:
+            trainer = TrainerClient(rig.url, http, services.auth_headers(), deadline_s=120)
+            await trainer.open_run(RUN)
+            record = await ensure_weights(rig.store, services, RUN, version, trainer, PushConfig(call_deadline_s=20))
+        assert record is not None
+        return record
+
+    record = asyncio.run(go())
+    fleet.epoch = record.epoch
+    assert [engine.identity.url for engine in record.serving] == fleet.urls
+    reply = through(gateway_url)
+    assert (reply.status_code, reply.json()["meta_info"]["weight_version"]) == (200, version)
+    for url in fleet.urls:
+        assert sampled(url)[1] == version
+        assert httpx.post(f"{url}/generate", json={}, timeout=30).status_code == 401
+    # where the token must not be
+    told = [httpx.get(f"{gateway_url}/workers", timeout=30).text, record.model_dump_json()]
+    told += [path.read_text(errors="replace") for path in rig.folder.glob("*.log")]
+    assert all(TOKEN not in text for text in told)
+
+
+def _over(epoch: int) -> PushRecord:
+    told = {"run": RUN, "step": None, "version": f"{RUN}:0", "engines": (), "path": "disk_full", "status": "failed"}
+    return PushRecord(epoch=epoch, **told)
 
 
 @pytest.mark.parametrize("lr", ["1e-3", "1e-5", "1e-6"])

@@ -17,15 +17,23 @@ import openai
 import pytest
 
 from rl360.config.services import Services
+from rl360.engines.client import headers_for
 from rl360.sessions.sample import MergedSample
-from tests.contract.session_rig import BASH, MESSAGES, Rig, session_rig
+from tests.contract.session_rig import BASH, MESSAGES, Rig, admit_if_new, session_rig
 
 pytestmark = pytest.mark.contract
 
 
 @pytest.fixture(scope="module")
 def rig(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with session_rig(services.engine_urls[0], services.model_dir, tmp_path_factory.mktemp("sessions")) as rig:
+    url, token = services.engine_urls[0], services.secrets().token
+    admit_if_new(url, token)
+    folder = tmp_path_factory.mktemp("sessions")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        session_rig(url, services.model_dir, folder, engine_token=token) as rig,
+    ):
+        patch.setenv("RL360_HOME", services.home)  # its token is shown to its engines
         yield rig
 
 
@@ -76,7 +84,8 @@ def test_the_engine_scores_the_merged_ids_as_it_sampled_them(
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    meta = httpx.post(f"{rig.engine_url}/generate", json=body, timeout=60).json()["meta_info"]
+    reply = httpx.post(f"{rig.engine_url}/generate", json=body, headers=headers_for(rig.engine_url), timeout=60)
+    meta = reply.json()["meta_info"]
     rows = meta["input_token_logprobs"]
     assert [row[1] for row in rows] == longest.tokens.tolist()
     scored = np.array([row[0] if row[0] is not None else 0.0 for row in rows], dtype=np.float32)

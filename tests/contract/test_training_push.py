@@ -20,7 +20,7 @@ import torch
 from rl360.weights.checksum import expected_checksums
 from rl360.weights.messages import ChecksumReply, PushPlan, TransferReport, Transport
 from rl360.weights.plan import plan_push
-from tests.contract.trainer_rig import REPO, Rig, free_ports
+from tests.contract.trainer_rig import REPO, TOKEN, Rig, free_ports
 from tests.unit.gloo_engines import GlooEngine, engine_set
 from tests.unit.training_data import EXPERTS, write_model
 
@@ -36,7 +36,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture
 def engines() -> Iterator[list[GlooEngine]]:
-    made = [GlooEngine() for _ in range(3)]
+    made = [GlooEngine(door_token=TOKEN) for _ in range(3)]
     yield made
     for engine in made:
         engine.close()

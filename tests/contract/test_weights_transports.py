@@ -8,6 +8,7 @@ import gc
 import pickle
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from rl360.weights.transports import Senders
 from rl360.weights.transports.colocated import handle_of
 from rl360.weights.transports.common import SenderFault, bury, connect, flatten, listen
 from rl360.weights.transports.rdma import Remote, writes
+from tests.unit.fake_engines import show_token
 from tests.unit.gloo_engines import GlooEngine, bytes_of, engine_set, moe_tensors, run_beside
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
@@ -34,7 +36,8 @@ POINT_TO_POINT = pytest.mark.parametrize("transport", [Transport.DIRECT_EXPERTS,
 
 
 @pytest.fixture
-def engines() -> Iterator[list[GlooEngine]]:
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GlooEngine]]:
+    show_token(monkeypatch, tmp_path)
     made = [GlooEngine() for _ in range(3)]
     yield made
     for engine in made:

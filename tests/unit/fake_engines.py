@@ -1,8 +1,8 @@
 """In-test HTTP servers with faults: an SGLang engine's control calls, and the gateway's worker list.
 
 They keep the state the real ones keep (paused, version, open session, groups, checksums) and can be told to misbehave;
-the real ones are used in tests/contract. The engine's process tree is a real `sleep` process, so that fencing has
-something to kill and to prove.
+the real ones are used in tests/contract. As at a strict door, only who shows the token gets in. An engine's process
+tree is a real `sleep` process, so that fencing has something to kill and to prove.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rl360.engines.door import OPEN
 from rl360.weights.messages import ChecksumReply, EngineTransfer, PushPlan, TensorSpec, TransferReport
 from rl360.weights.plan import engine_name
 
+TOKEN = "token-of-the-fake-engines"
 TENSORS = tuple(
     TensorSpec(name=name, shape=(16, 8))
     for name in (
@@ -39,7 +44,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _do(self) -> None:
         size = int(self.headers.get("content-length") or 0)
         body = json.loads(self.rfile.read(size) or b"{}")
-        status, reply = self.server.owner.answer(self.command, self.path, body)  # type: ignore[attr-defined]
+        owner = self.server.owner  # type: ignore[attr-defined]
+        if owner.lets_in(self.path, self.headers.get("authorization")):
+            status, reply = owner.answer(self.command, self.path, body)
+        else:
+            status, reply = 401, {"error": "send Authorization: Bearer <token> of this deployment"}
         data = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
@@ -52,7 +61,18 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+def show_token(patch: pytest.MonkeyPatch, folder: Path, token: str = TOKEN) -> None:
+    """What this process calls engines as from now on: a part of their deployment."""
+    path = folder / "token"
+    path.write_text(token)
+    path.chmod(0o600)
+    patch.setenv("RL360_TOKEN_FILE", str(path))
+
+
 class _Server:
+    def lets_in(self, path: str, authorization: str | None) -> bool:
+        return True
+
     def start(self) -> None:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self.http.daemon_threads = True
@@ -77,6 +97,7 @@ class FakeEngine(_Server):
     faults: dict[str, Any] = field(default_factory=dict)
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     startup: str = field(default_factory=lambda: uuid.uuid4().hex)
+    door_token: str = TOKEN
 
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -88,6 +109,9 @@ class FakeEngine(_Server):
         self.process.kill()
         self.process.wait()
         self.stop()
+
+    def lets_in(self, path: str, authorization: str | None) -> bool:
+        return path.partition("?")[0] in OPEN or authorization == f"Bearer {self.door_token}"
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.calls.append((path, body))
@@ -136,6 +160,7 @@ class FakeGateway(_Server):
     workers: dict[str, dict[str, Any]] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    keys: dict[str, str | None] = field(default_factory=dict)  # engine URL -> what it is to show there
     drain_s: float = 0.15
 
     def __post_init__(self) -> None:
@@ -154,6 +179,7 @@ class FakeGateway(_Server):
             key = uuid.uuid4().hex
             self.workers[key] = {"id": key, "url": body["url"], "status": "ready", "is_healthy": True}
             self.added.append(body["url"])
+            self.keys[body["url"]] = body.get("api_key")
             return 202, {"worker_id": key}
         if method == "DELETE":
             row = self.workers.get(path.rpartition("/")[2])

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engines import FakeEngine, FakeGateway
+from fake_engines import FakeEngine, FakeGateway, show_token
 
 from rl360.config.services import Services
 from rl360.engines import health
@@ -95,6 +95,7 @@ class FleetWorld:
             gateway_url=self.gateway.url, engine_urls=[engine.url for engine in self.engines], session_urls=["-"],
             sandbox_urls=["-"], trainer_url="-", model_dir=str(home),
         )  # fmt: skip
+        show_token(monkeypatch, home)
         monkeypatch.setattr(health, "tree_of_url", self.tree)
 
     def tree(self, url: str) -> ProcessTree | None:

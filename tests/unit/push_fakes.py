@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl360.engines.door import AdmitBody, BarBody, Doorkeeper, Phase, Refused
+from rl360.engines.door import OPEN, AdmitBody, BarBody, Doorkeeper, Phase, Refused
 from rl360.engines.fleet import incarnation_of
 from rl360.engines.processes import ProcessTree, boot_id, host_id, identify
 from rl360.engines.pull import Puller
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tests.unit.push_world import World
 
 RUN = "demo"
+TOKEN = "token-of-the-fake-fleet"
 LAYER = "model.layers.0"
 TENSORS = tuple(
     TensorSpec(name=name, shape=(16, 8))
@@ -239,7 +240,7 @@ class Engine(Server):
         self.awake = asyncio.Event()
         self.awake.set()
         self.carried = 0
-        self.door = Doorkeeper(Puller(Path("/nonexistent"), Path("/nonexistent")), strict=True)
+        self.door = Doorkeeper(Puller(Path("/nonexistent"), Path("/nonexistent")), strict=True, token=TOKEN)
 
     async def start(self) -> None:
         async with self.lifecycle:
@@ -339,6 +340,9 @@ class Engine(Server):
             raise Dropped
         if fault == "500":
             return 500, {"error": "broken on purpose"}
+        if self.has_door and path not in OPEN and (refused := self.stranger(headers)):
+            self.world.violate(f"{self.name} {path} by a caller without the token")
+            return 401, {"error": refused}
         control = path in CHANGES or path == "/weights_checker"
         if self.has_door and control and (refused := self.at_door(path, headers)):
             return 409, {"error": refused}
@@ -351,6 +355,15 @@ class Engine(Server):
             status, reply = self.read(path, fault)
         self.world.event()
         return await self.damaged(fault, status, reply)
+
+    def stranger(self, headers: dict[str, str]) -> str:
+        """Why its caller, of another host, is refused, if it is."""
+        shown = [(b"authorization", headers.get("authorization", "").encode())]
+        try:
+            self.door.check_caller({"client": ("10.0.0.9", 1), "headers": shown})
+        except Refused as refused:
+            return str(refused)
+        return ""
 
     def at_door(self, path: str, headers: dict[str, str]) -> str:
         """Why a control call is refused, if it is."""
@@ -543,6 +556,8 @@ class Gateway(Server):
         now = asyncio.get_running_loop().time()
         for key in [k for k, row in self.workers.items() if row["status"] == "draining" and now > row["until"]]:
             del self.workers[key]
+        if method == "POST" and body.get("api_key") != TOKEN:
+            self.world.violate(f"{body['url']} registered without what it asks agents for")
         if method == "POST":
             if any(row["url"] == body["url"] for row in self.workers.values()):
                 return 409, {"error": "exists"}

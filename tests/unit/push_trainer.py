@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
+from rl360.engines.client import EngineClient, EngineRefused, EngineSilent, deployment_token
 from rl360.errors import EngineChurn, ServiceError
 from rl360.weights.messages import Bucket, ChecksumReply, EngineTransfer, PushPlan, TensorSpec, TransferReport
 from tests.unit.push_fakes import RUN, TENSORS, Engine, checksums_of, whole
@@ -90,7 +90,8 @@ class Trainer:
             alone = plan.engine_set.epoch <= self.epoch + 1
             self.epoch = plan.engine_set.epoch
             epoch, deadline_s = plan.engine_set.epoch, plan.call_deadline_s
-            clients = [EngineClient(e.url, http, deadline_s, epoch=epoch) for e in plan.engine_set.engines]
+            told = (epoch, deployment_token())
+            clients = [EngineClient(e.url, http, deadline_s, *told) for e in plan.engine_set.engines]
             sender = _Sender(self, plan, clients)
             reused = alone and not plan.stale_groups and self.group == plan.group_name
             try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
@@ -28,8 +29,9 @@ from rl360.engines.processes import ProcessTree
 from rl360.errors import CleanupUnconfirmed, EngineChurn, ServiceError, StoreUnavailable
 from rl360.weights import fence, push, receivers
 from rl360.weights.messages import PushRecord, PushStatus
+from tests.unit.fake_engines import show_token
 from tests.unit.memory_store import MemoryStore
-from tests.unit.push_fakes import RUN, Engine, Fault, Gateway, Request
+from tests.unit.push_fakes import RUN, TOKEN, Engine, Fault, Gateway, Request
 from tests.unit.push_trainer import Trainer
 
 REPEATABLE = (ServiceError, EngineChurn, StoreUnavailable)  # what a task tries again
@@ -110,7 +112,8 @@ class _Wire(httpx.AsyncHTTPTransport):
 @contextlib.contextmanager
 def wired() -> Iterator[None]:
     """Product code sees the fakes' processes, and pushers' HTTP can be cut off; the gateway's patience is short."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        show_token(patch, Path(folder), TOKEN)
         patch.setattr(fleet, "tree_of_url", _tree)
         patch.setattr(push, "tree_of_url", _tree)
         patch.setattr(push, "open_http", lambda: httpx.AsyncClient(transport=_Wire(verify=False)))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
-from fake_engines import FakeEngine, FakeGateway
+from fake_engines import TOKEN, FakeEngine, FakeGateway
 
 from rl360.engines.client import EngineClient, EngineRefused, EngineSilent, check_tensors, open_http
 from rl360.engines.fleet import EngineState, advance, incarnation_of, probe_engine
@@ -41,7 +41,7 @@ def gateway() -> Iterator[FakeGateway]:
 def ask(url: str, call: Callable[[EngineClient], Awaitable[object]], deadline_s: float = 2.0) -> object:
     async def one() -> object:
         async with open_http() as http:
-            return await call(EngineClient(url, http, deadline_s))
+            return await call(EngineClient(url, http, deadline_s, token=TOKEN))
 
     return asyncio.run(one())
 

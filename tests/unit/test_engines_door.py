@@ -52,8 +52,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def engine(folder: Path, *, strict: bool = False, token: str | None = None) -> Engine:
-    return Engine(Doorkeeper(Puller(folder / "weights", folder / "model"), strict=strict, token=token))
+def engine(folder: Path, *, strict: bool = False, token: str | None = None, **limits: Any) -> Engine:
+    return Engine(Doorkeeper(Puller(folder / "weights", folder / "model"), strict=strict, token=token, **limits))
 
 
 def run(call: Callable[[], Awaitable[Any]]) -> Any:
@@ -153,6 +153,55 @@ def test_requests_that_meet_a_push_wait_for_its_end(folder: Path, end: str, stat
     run(go)
     # whatever was let in came after the admission; the one that nobody admitted got nothing in
     assert made.reached.count("/generate") == (7 if status == 200 else 0)
+
+
+def test_what_waits_is_bounded_in_number_and_in_time_and_counted(folder: Path) -> None:
+    made = engine(folder, strict=True, hold_requests=2, hold_s=0.15)
+
+    async def go() -> None:
+        assert (await generate(made)).headers["retry-after"] == "5"
+        await made.client(1).admit("r1:1")
+        push = made.client(2)
+        await push.pause("retract")
+        waiting = [asyncio.create_task(generate(made)) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        assert (await made.client().door() or {})["waiting"] == 2
+        surplus = await generate(made)
+        assert (surplus.status_code, surplus.headers["retry-after"]) == (503, "5")
+        told = "not serving: epoch 2 has paused it"
+        assert surplus.json()["error"] == f"{told}, and 2 requests wait, the limit (--hold-requests)"
+        for late in [await task for task in waiting]:
+            assert (late.status_code, late.headers["retry-after"]) == (503, "5")
+            assert late.json()["error"] == f"{told}; waited 0.15 s, the limit (--hold-s)"
+        again = asyncio.create_task(generate(made))  # those that were refused hold no place
+        await asyncio.sleep(0.02)
+        await push.admit("r1:2")
+        assert (await again).status_code == 200
+        facts = await made.client().door() or {}
+        assert facts["waiting"] == 0
+        assert facts["counts"] == {"barred": 1, "held": 3, "too_many": 1, "too_long": 2}
+
+    run(go)
+    assert made.reached.count("/generate") == 1
+
+
+def test_a_push_may_leave_groups_while_the_engine_serves_and_no_later_one(folder: Path) -> None:
+    """What a push made it may take down by name, before the admission and after it; an epoch that is over may not."""
+    made = engine(folder, strict=True)
+
+    async def go() -> None:
+        push = made.client(3)
+        assert await push.destroy_group("of-a-smaller-set")
+        await push.admit("r1:1")
+        assert await push.destroy_group("of-two")
+        assert (await generate(made)).status_code == 200
+        with pytest.raises(EngineRefused, match="epoch 2 is over"):
+            await made.client(2).destroy_group("of-two")
+        assert await made.client(4).destroy_group("of-two")
+        assert (await generate(made)).json()["error"] == "not serving: epoch 4 is changing it"
+
+    run(go)
+    assert made.reached.count("/destroy_weights_update_group") == 3
 
 
 def test_a_retry_holds_on_to_what_waits(folder: Path) -> None:

@@ -149,6 +149,19 @@ def test_the_arguments_of_the_pod_are_options_of_the_launcher(tmp_path: Path) ->
     (engine,) = render_pod(yaml.safe_load(TEMPLATE.read_text()), start, FLEET, "rl")["spec"]["containers"]
     options, rest = parse_options(engine["args"])
     assert (options.port, options.host, options.seed, options.routed_experts, rest) == (13_000, "0.0.0.0", 3, True, [])
+    assert (options.strict, options.weights_dir) == (True, "/weights")
+
+
+def test_the_pod_sees_the_home_that_its_door_and_its_pulls_read() -> None:
+    spec = render_pod(yaml.safe_load(TEMPLATE.read_text()), START, FLEET, "rl")["spec"]
+    (engine,) = spec["containers"]
+    mounts = {mount["mountPath"]: mount for mount in engine["volumeMounts"]}
+    env = {item["name"]: item["value"] for item in engine["env"]}
+    assert env["RL360_TOKEN_FILE"] == f"{env['RL360_HOME']}/token"
+    (home,) = [item for item in spec["volumes"] if item["name"] == mounts[env["RL360_HOME"]]["name"]]
+    assert home["secret"]["defaultMode"] == 0o400  # others may not read it, or it is refused
+    assert not mounts["/weights"].get("readOnly")
+    assert "token" not in " ".join(engine["args"])
 
 
 def test_what_the_keeper_may_do_is_what_the_launcher_asks() -> None:

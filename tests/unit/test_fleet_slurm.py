@@ -121,11 +121,13 @@ def test_the_script_is_shell_and_starts_one_engine_that_gets_its_arguments_whole
         "RL360_HOME": "/h",
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         "RL360_PYTHON": "/py",
+        "TMPDIR": "/node",
+        "SLURM_JOB_ID": "77",
     }
     done = subprocess.run(["bash", str(SCRIPT), *argv], env=env, capture_output=True, text=True, timeout=10, check=True)
     lines = done.stdout.splitlines()
     assert lines[:4] == ["--kill-on-bad-exit=1", "/py", "-m", "rl360.engines.launch"]
-    assert lines[4:] == argv and "/model with space" in lines
+    assert lines[4:] == ["--weights-dir", "/node/rl360-weights-77", *argv] and "/model with space" in lines
 
 
 def test_the_arguments_of_the_job_are_options_of_the_launcher(tmp_path: Path, launcher: SlurmLauncher) -> None:
@@ -134,7 +136,7 @@ def test_the_arguments_of_the_job_are_options_of_the_launcher(tmp_path: Path, la
     argv = launcher.submission(start)
     assert argv[0] == "sbatch" and f"--job-name=rl360-{launcher.fleet}-slurm-0-1" in argv
     options, rest = parse_options(argv[argv.index(str(SCRIPT)) + 1 :])
-    assert (options.port, options.host, rest) == (13_000, "0.0.0.0", [])
+    assert (options.port, options.host, options.strict, rest) == (13_000, "0.0.0.0", True, [])
 
 
 def test_a_life_of_a_job(launcher: SlurmLauncher, slurm: Slurm) -> None:

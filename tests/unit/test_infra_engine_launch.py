@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl360.engines.launch import EngineOptions, parse_options, sglang_argv
+from rl360.engines.launch import parse_options, sglang_argv
+from rl360.engines.launchers.options import EngineOptions
 
 
 @pytest.fixture

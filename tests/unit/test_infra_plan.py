@@ -84,6 +84,7 @@ def test_every_service_is_marked_on_loopback_and_silent(monkeypatch: pytest.Monk
         assert spec.env["PREFECT_API_URL"] == f"http://{LOOPBACK}:14200/api"
         assert "of the person" not in spec.env.values()
         assert "0.0.0.0" not in " ".join(spec.argv)
+        assert ("--door strict" in " ".join(spec.argv)) == spec.name.startswith("engine-")
 
 
 def test_only_keeps_what_is_named_and_drops_waits_for_the_rest() -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_engines import TENSORS, FakeEngine, FakeGateway, FakeTrainer
+from fake_engines import TENSORS, TOKEN, FakeEngine, FakeGateway, FakeTrainer, show_token
 from safetensors.numpy import save_file
 
 from rl360.config.run import PushConfig
 from rl360.config.services import Services
-from rl360.engines import fleet
+from rl360.engines import fleet, membership
 from rl360.engines.fleet import EngineIdentity, EngineState
+from rl360.engines.fleet_log import FleetLog
 from rl360.engines.processes import ProcessId, tree_of_pid
 from rl360.errors import BadInput, CleanupUnconfirmed, CorruptObject, ServiceError
 from rl360.weights import fence, push
@@ -31,6 +33,7 @@ class World:
     """Two engines, a gateway, a trainer and a store."""
 
     def __init__(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        show_token(monkeypatch, model_dir)
         self.engines = [FakeEngine(), FakeEngine()]
         self.gateway = FakeGateway()
         self.store = MemoryStore()
@@ -57,9 +60,12 @@ class World:
         engine = next(engine for engine in self.engines if engine.url == url)
         return tree_of_pid(engine.process.pid) if self.local else None
 
-    def push(self, step: int, config: PushConfig = CONFIG) -> PushRecord:
+    async def push_async(self, step: int, config: PushConfig = CONFIG) -> PushRecord:
         self.trainer.step = step + 1
-        return asyncio.run(push.push(self.store, self.services, RUN, step, f"{RUN}:{step + 1}", self.trainer, config))
+        return await push.push(self.store, self.services, RUN, step, f"{RUN}:{step + 1}", self.trainer, config)
+
+    def push(self, step: int, config: PushConfig = CONFIG) -> PushRecord:
+        return asyncio.run(self.push_async(step, config))
 
     def ensure(self, k: int) -> PushRecord | None:
         return asyncio.run(push.ensure_weights(self.store, self.services, RUN, f"{RUN}:{k}", self.trainer, CONFIG))
@@ -297,7 +303,7 @@ def test_unproven_end_refuses_for_good_until_a_person_confirms(world: World) -> 
         before = len(good.calls)
         with pytest.raises(CleanupUnconfirmed, match="does not answer as that incarnation"):
             world.push(0, SHORT)
-        assert {path for path, _ in good.calls[before:]} <= {"/server_info", "/model_info"}
+        assert {path for path, _ in good.calls[before:]} <= {"/server_info", "/model_info", "/rl360/door"}
     assert any("/unconfirmed/" in key for key in world.store.objects)
     words = fence.confirm_gone(world.store, bad.url, "pod deleted", "someone")
     assert [word.url for word in words] == [bad.url]
@@ -455,3 +461,49 @@ def test_an_engine_nobody_configured_gets_no_traffic(world: World) -> None:
         world.gateway.answer("POST", "/workers", {"url": "http://127.0.0.1:9"})
         act()
         assert world.gateway.urls() == ours
+
+
+@dataclass
+class Foreign(FakeEngine):
+    """Somebody else's engine: notes what it is shown, and lets everybody in."""
+
+    shown: set[str | None] = field(default_factory=set)
+
+    def lets_in(self, path: str, authorization: str | None) -> bool:
+        self.shown.add(authorization)
+        return True
+
+
+def test_the_token_goes_to_our_engines_and_their_gateway_and_to_nobody_elses(world: World) -> None:
+    foreign = Foreign()
+    world.engines.append(foreign)
+    world.trainer.engines[foreign.url] = foreign
+    told = {"startup_time": {"load": foreign.startup}, "launch_command": "fake"}
+    identity = EngineIdentity(url=foreign.url, incarnation=fleet.incarnation_of(told))
+    membership.add_external(FleetLog(world.store), identity, "a person", "borrowed")
+    record = world.push(0)
+    assert [engine.state for engine in record.engines] == [EngineState.SERVING] * 3
+    assert [engine.identity.external for engine in record.engines] == [False, False, True]
+    assert foreign.shown == {None}
+    assert world.gateway.keys == {engine.url: TOKEN for engine in world.engines[:2]} | {foreign.url: None}
+    stored = b"".join(world.store.get(key) for key in world.store.list(""))
+    assert TOKEN.encode() not in stored
+    world.ensure(1)
+    assert foreign.shown == {None}
+
+
+@pytest.mark.parametrize("token", ["", "of-another-deployment"])
+def test_a_pusher_that_a_door_does_not_know_is_refused_before_it_touches_an_engine(
+    world: World, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if token:
+        show_token(monkeypatch, tmp_path, token)
+    else:
+        monkeypatch.delenv("RL360_TOKEN_FILE")
+        monkeypatch.setenv("RL360_HOME", str(tmp_path / "none"))
+    with pytest.raises(ServiceError, match=r"answered 401: .*name the file of its token in RL360_TOKEN_FILE"):
+        world.push(0)
+    for engine in world.engines:
+        assert engine.process.poll() is None and not engine.paused
+        assert {path for path, _ in engine.calls} <= {"/server_info", "/model_info", "/rl360/door"}
+    assert fence.open_intents(world.store) == []

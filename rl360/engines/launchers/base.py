@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rl360.config.services import Services
 from rl360.engines.fleet_log import Slot
-from rl360.engines.launch import EngineOptions
+from rl360.engines.launchers.options import EngineOptions
 from rl360.engines.processes import EndProof, ProcessTree
 
 
@@ -39,7 +39,12 @@ class Start(BaseModel):
     def argv(self, host: str) -> list[str]:
         """Arguments of `python -m rl360.engines.launch`."""
         options = EngineOptions(
-            model_dir=self.model_dir, port=self.port, host=host, seed=self.seed, routed_experts=self.routed_experts
+            model_dir=self.model_dir,
+            port=self.port,
+            host=host,
+            seed=self.seed,
+            routed_experts=self.routed_experts,
+            strict=True,
         )
         return options.argv()
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 # 32 concurrent requests of 512 tokens fill 16,384; twice that leaves room for the prefixes kept between turns.
 MAX_TOTAL_TOKENS = 32_768
 MAX_RUNNING_REQUESTS = 48
+# At the door while a push has the engine. A session has one request: 8,192 on four engines.
+HOLD_REQUESTS, HOLD_S = 2048, 600.0
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class EngineOptions:
     max_total_tokens: int = MAX_TOTAL_TOKENS
     max_running_requests: int = MAX_RUNNING_REQUESTS
     routed_experts: bool = False
-    strict: bool = False
+    strict: bool = False  # the door admits by pushes alone
+    hold_requests: int = HOLD_REQUESTS
+    hold_s: float = HOLD_S
     weights_dir: str = ""  # empty: `engines/{port}` in the local home
 
     def argv(self) -> list[str]:
@@ -37,4 +41,5 @@ class EngineOptions:
         ]
         argv += ["--routed-experts"] if self.routed_experts else []
         argv += ["--door", "strict"] if self.strict else []
+        argv += ["--hold-requests", str(self.hold_requests), "--hold-s", str(self.hold_s)]
         return argv + (["--weights-dir", self.weights_dir] if self.weights_dir else [])

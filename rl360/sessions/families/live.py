@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import orjson
 
+from rl360.engines.client import headers_for
 from rl360.errors import BadInput, ServiceError
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.families.check import TOOLS
@@ -52,7 +53,7 @@ class _Engine:
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """(status, decoded body or None)."""
         content = None if body is None else orjson.dumps(body)
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json"} | headers_for(self._url)
         try:
             reply = self._http.request(method, self._url + path, content=content, headers=headers)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL):

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 from rl360.engines.client import EngineClient, EngineRefused, EngineSilent, deployment_token
-from rl360.engines.fleet import EngineIdentity
 from rl360.errors import BadInput, EngineChurn, Rl360Error, ServiceError
 from rl360.weights.checksum import tensor_specs
 from rl360.weights.messages import Bucket, EngineTransfer, PushPlan, TensorSpec, TransferReport
