@@ -9,61 +9,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
-import re
 import shutil
 import sys
 import time
 from collections.abc import Mapping
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 
 import orjson
 
 from rl360.errors import BadInput
-from rl360.sandboxes import cgroups
+from rl360.sandboxes import cgroups, leases
 from rl360.sandboxes.bwrap_process import BwrapSandbox, launch
-from rl360.sandboxes.provider import SandboxNeeds, SandboxSpec, SandboxStartError, Workspace
-from rl360.sandboxes.workspace import copy_tree, make_etc, publish_tree, remove_tree
+from rl360.sandboxes.provider import SandboxNeeds, SandboxSpec, SandboxStartError
+from rl360.sandboxes.rooted import Rooted, safe_name
+from rl360.sandboxes.workspace import make_etc, remove_tree
 
 SANDBOX_UID = 65534
 LOGS_DIR = "/logs/verifier"
 ENV_NAME = "RL360_SANDBOX"
 REAP_DEADLINE_S = 10.0
-LOCK_DEADLINE_S = 2.0
 TOOLS = ("bwrap", "nsenter", "bash", "tar")
 # PID 1 of a sandbox needs these only to drop to SANDBOX_UID; setpriv then leaves none, not even in the bounding set
 DROP_CAPS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
 JOIN_AND_EXEC = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 97; shift; done; shift; exec "$@"'
 
 
-def safe_name(text: str) -> str:
-    """A file and cgroup name for any id: its readable part and enough of its digest to stay unique."""
-    return f"{re.sub(r'[^a-zA-Z0-9_-]', '_', text)[:80]}-{sha256(text.encode()).hexdigest()[:10]}"
-
-
-class BubblewrapProvider:
-    """`root` holds everything: `live/` one folder per attempt, `shared/` read-only trees. One process per root."""
+class BubblewrapProvider(Rooted):
+    """Sandboxes of this host. An attempt's folder holds one small record a sandbox, by which a reaper finds it."""
 
     def __init__(self, root: Path) -> None:
         for tool in TOOLS:
             if shutil.which(tool) is None:
                 raise BadInput(f"`{tool}` is not installed; run `apt-get install bubblewrap util-linux bash tar`")
-        self.root = root.absolute()
         self.as_root = os.geteuid() == 0
         self.uid = SANDBOX_UID if self.as_root else os.geteuid()
-        (self.root / "live").mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if not _locked(self._lock):
-            os.close(self._lock)
-            raise BadInput(f"{self.root} is in use by another sandbox server; stop it or choose another home")
+        super().__init__(root, self.uid if self.as_root else None)
         make_etc(self.root / "shared" / "etc", self.uid)
-
-    def close(self) -> None:
-        """Let another process use the root."""
-        os.close(self._lock)
 
     def refusal(self, needs: SandboxNeeds) -> str | None:
         if needs.network_mode != "no-network":
@@ -73,41 +56,6 @@ class BubblewrapProvider:
         if needs.build_instructions:
             return f"Dockerfile instruction {needs.build_instructions[0]!r} needs an image build; only COPY works here"
         return None
-
-    async def new_workspace(self, name: str, source: Path | None) -> Workspace:
-        workspace = Workspace(self.root / "live" / safe_name(name))
-        try:
-            workspace.path.mkdir(mode=0o711)
-        except FileExistsError:
-            raise SandboxStartError(f"{workspace.path} exists: this attempt was started before and left it") from None
-        job = asyncio.ensure_future(asyncio.to_thread(self._fill, workspace, source))
-        try:
-            await asyncio.shield(job)
-        except BaseException:  # a cancellation too: nobody else knows yet that there is something to delete
-            await asyncio.wait({job})
-            await self.remove_workspace(workspace)
-            raise
-        return workspace
-
-    def _fill(self, workspace: Workspace, source: Path | None) -> None:
-        owner = self.uid if self.as_root else None
-        workspace.files.mkdir()
-        workspace.logs.mkdir()
-        if source is not None:
-            copy_tree(source, workspace.files, owner, skip=frozenset({"Dockerfile"}))
-        for path in (workspace.files, workspace.logs):
-            path.chmod(0o755)
-            if owner is not None:
-                os.chown(path, owner, owner)
-
-    async def remove_workspace(self, workspace: Workspace) -> str | None:
-        return await asyncio.to_thread(remove_tree, workspace.path)
-
-    async def publish(self, source: Path, digest: str) -> Path:
-        target = self.root / "shared" / digest
-        if not target.exists():
-            await asyncio.to_thread(publish_tree, source, target)
-        return target
 
     @cached_property
     def _system(self) -> tuple[str, ...]:
@@ -131,8 +79,12 @@ class BubblewrapProvider:
         """The interpreter's tree when the system has no python3 of its own: many tasks' tests need one."""
         return None if shutil.which("python3", path="/usr/bin:/bin") else Path(sys.base_prefix)
 
-    def _argv(self, spec: SandboxSpec, joins: tuple[str, ...], info_fd: int) -> list[str]:
-        argv = [*(("sh", "-c", JOIN_AND_EXEC, "sh", *joins, "--") if joins else ()), "bwrap", *self._system]
+    def bare_argv(self, spec: SandboxSpec) -> list[str]:
+        """The namespaces and mounts of a sandbox around a command that does nothing: what a benchmark compares with."""
+        return ["bwrap", *self._mounts(spec), "true"]
+
+    def _mounts(self, spec: SandboxSpec) -> list[str]:
+        argv = [*self._system]
         # what is in a tmpfs counts as memory and no kill frees it: together they leave a quarter for processes
         for path, mode, share in (("/dev/shm", "1777", 8), ("/tmp", "1777", 2), ("/home/agent", "0777", 8)):
             size = (spec.limits.memory_mb << 20) // share
@@ -145,8 +97,11 @@ class BubblewrapProvider:
             for parent in reversed(Path(inside).parents[:-1]):  # bwrap would make them 0700
                 argv += ["--perms", "0755", "--dir", str(parent)]
             argv += [option, str(host), inside]
-        argv += ["--remount-ro", "/", "--chdir", spec.workdir, "--die-with-parent", "--as-pid-1"]
-        argv += ["--info-fd", str(info_fd)]
+        return [*argv, "--remount-ro", "/", "--chdir", spec.workdir, "--die-with-parent"]
+
+    def _argv(self, spec: SandboxSpec, joins: tuple[str, ...], info_fd: int) -> list[str]:
+        argv = [*(("sh", "-c", JOIN_AND_EXEC, "sh", *joins, "--") if joins else ()), "bwrap", *self._mounts(spec)]
+        argv += ["--as-pid-1", "--info-fd", str(info_fd)]
         if not self.as_root:
             return [*argv, *_with_variables(spec.env)]
         for cap in DROP_CAPS:
@@ -214,18 +169,6 @@ class BubblewrapProvider:
         return found
 
 
-def _locked(descriptor: int) -> bool:
-    """Take the lock of a root. Children that a killed server had just forked hold it until they start their program."""
-    deadline = time.monotonic() + LOCK_DEADLINE_S
-    while True:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-
-
 def _with_variables(variables: Mapping[str, str]) -> list[str]:
     """The command of PID 1, under the task's variables. Set last, inside and without privileges: in bwrap's own
     environment LD_PRELOAD or PATH of a task would run code of the task on the host."""
@@ -234,7 +177,9 @@ def _with_variables(variables: Mapping[str, str]) -> list[str]:
 
 
 def _write_record(path: Path, spec: SandboxSpec, group: cgroups.Group) -> None:
-    record = {"name": spec.name, "labels": dict(spec.labels), "cgroups": [str(item) for item in group.paths]}
+    lease = leases.labels(spec.name, "", spec.lifetime_s, spec.labels)
+    named = [str(item) for item in group.paths]
+    record = {"name": spec.name, "labels": dict(spec.labels), "lease": lease, "cgroups": named}
     scratch = path.with_suffix(".part")
     scratch.write_bytes(orjson.dumps(record))
     scratch.replace(path)
@@ -299,4 +244,18 @@ def marked_pids(path: Path) -> list[int]:
                 continue
             if marker in environment.split(b"\0"):
                 found.append(int(entry))
+    return found
+
+
+def listed(home: Path) -> list[leases.Lease]:
+    """Sandboxes recorded under any server's folder in `home`. A record that says nothing is of unknown state."""
+    found = []
+    for file in sorted(home.glob("*/live/*/rl360-*.json")):
+        try:
+            lease = dict(orjson.loads(file.read_bytes())["lease"])
+        except FileNotFoundError:  # ended meanwhile
+            continue
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            lease = {}
+        found.append(leases.Lease("bubblewrap", str(file.parent), lease))
     return found

@@ -249,6 +249,9 @@ class BwrapSandbox:
             raise Rl360Error(f"download of {path}: tar ended with {result.exit_code}; does it exist?")
         return result.output
 
+    async def carry(self, deadline_s: float) -> None:
+        """The workspace is mounted: what the sandbox wrote is there."""
+
     # -- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self, info_fd: int, first_line: str) -> None:

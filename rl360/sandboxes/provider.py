@@ -70,7 +70,11 @@ class Workspace:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """A sandbox to create. `labels` (run, step, attempt) say whose it is; `read_only`: inside path -> host path."""
+    """A sandbox to create. `labels` (run, step, attempt) say whose it is; `read_only`: inside path -> host path.
+
+    `lifetime_s` is the lease: providers that can end a sandbox by themselves do so then. `image`, `network`,
+    `disk_mb` are for providers that have images, networks and quotas.
+    """
 
     name: str
     labels: Mapping[str, str]
@@ -81,6 +85,10 @@ class SandboxSpec:
     with_logs: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 20.0
+    image: str | None = None
+    network: str = "no-network"
+    disk_mb: int = 1024
+    lifetime_s: float = 3600.0
 
 
 class Sandbox(Protocol):
@@ -96,6 +104,13 @@ class Sandbox(Protocol):
 
     async def download(self, path: str, timeout_s: float, cap_bytes: int) -> bytes:
         """A tar of `path` made inside the sandbox; refused when larger than `cap_bytes`."""
+
+    async def carry(self, deadline_s: float) -> None:
+        """End what runs in it and bring its files to the workspace: `logs` of a sandbox that has them, else `files`.
+
+        Nothing to do where the workspace is mounted. Raises `SandboxGone`; when `by_contents`, the workspace is empty:
+        what is over its limits is not carried over. Otherwise the workspace holds nothing to judge.
+        """
 
     async def stop(self, deadline_s: float = 10.0) -> StopProof:
         """End everything in it and prove that. Safe to call twice."""
@@ -146,5 +161,5 @@ async def stop_surely(sandbox: Sandbox, stops: list[StopProof], deadline_s: floa
 async def _stop(sandbox: Sandbox, deadline_s: float) -> StopProof:
     try:
         return await sandbox.stop(deadline_s)
-    except OSError as error:
-        return StopProof(False, f"sandbox {sandbox.spec.name}: stop failed: {error}", 0.0)
+    except Exception as error:  # an adapter may raise anything: a stop that failed is unproven, and spoils no verdict
+        return StopProof(False, f"sandbox {sandbox.spec.name}: stop failed: {type(error).__name__}: {error}"[:500], 0.0)

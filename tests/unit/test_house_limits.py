@@ -18,9 +18,13 @@ STARTS = ("flows/", "tasks/", "rl360/sessions/server.py", "rl360/harbor/server.p
 NOT_CORE = ("rl360/report/", "rl360/sessions/openapi.py", "rl360/policy/", "rl360/tasksets/chores.py")
 ADAPTERS = (
     "rl360/engines/launchers/",
+    "rl360/http_api.py",
+    "rl360/kube.py",
     "rl360/sandboxes/bubblewrap.py",
     "rl360/sandboxes/bwrap_process.py",
     "rl360/sandboxes/cgroups.py",
+    "rl360/sandboxes/providers/",
+    "rl360/sandboxes/rooted.py",
     "rl360/sessions/families/glm4.py",
     "rl360/sessions/families/qwen3.py",
     "rl360/sessions/families/rl360_chat.py",

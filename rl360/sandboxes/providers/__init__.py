@@ -1,0 +1,45 @@
+"""Sandbox providers: chosen by name in one place, imported when used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl360.errors import BadInput
+
+if TYPE_CHECKING:
+    from rl360.sandboxes.provider import SandboxProvider
+    from rl360.sandboxes.providers.remote import Daemon
+
+KINDS = ("bubblewrap", "docker", "daytona", "kubernetes")
+
+
+def open_provider(kind: str, root: Path, deployment: str, env: Mapping[str, str] = os.environ) -> SandboxProvider:
+    """The provider of a sandbox server. `root`: its folder on this host; `deployment`: the label by which whatever this
+    deployment left is found; `env`: where the outside system is (docs/sandboxes.md)."""
+    if kind == "bubblewrap":
+        from rl360.sandboxes.bubblewrap import BubblewrapProvider
+
+        return BubblewrapProvider(root)
+    from rl360.sandboxes.providers.remote import RemoteProvider
+
+    return RemoteProvider(open_daemon(kind, env), root, deployment)
+
+
+def open_daemon(kind: str, env: Mapping[str, str] = os.environ) -> Daemon:
+    """The outside system that carries sandboxes. Nothing is asked of it yet."""
+    if kind == "docker":
+        from rl360.sandboxes.providers.docker import Docker
+
+        return Docker.of(env)
+    if kind == "daytona":
+        from rl360.sandboxes.providers.daytona import Daytona
+
+        return Daytona.of(env)
+    if kind == "kubernetes":
+        from rl360.sandboxes.providers.kubernetes import Pods
+
+        return Pods.of(env)
+    raise BadInput(f"sandbox provider {kind!r}: use one of {', '.join(KINDS)}")

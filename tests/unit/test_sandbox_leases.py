@@ -1,0 +1,70 @@
+"""Whose a sandbox is: only what nobody holds may be reaped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl360.sandboxes.leases import EXPIRES, GRACE_S, OWNER, REAPABLE, Lease, LeaseState, labels, owner
+
+NOW = 1_800_000_000.0
+
+
+def lease(**given: str) -> Lease:
+    return Lease("docker", "x", {OWNER: owner(), EXPIRES: "0", **given})
+
+
+def test_what_a_living_process_owns_is_held_however_old_it_is() -> None:
+    assert lease().state(NOW) is LeaseState.HELD
+    with subprocess.Popen(["sleep", "60"]) as other:
+        host, _, _ = owner().partition("/")
+        ticks = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        theirs = lease(**{OWNER: f"{host}/{other.pid}/{ticks}"})
+        assert theirs.state(NOW) is LeaseState.HELD
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie holds nothing
+        assert theirs.state(NOW) is LeaseState.ORPHANED
+    assert theirs.state(NOW) is LeaseState.ORPHANED
+
+
+def test_a_pid_that_is_another_process_now_holds_nothing() -> None:
+    host, _, rest = owner().partition("/")
+    assert lease(**{OWNER: f"{host}/{rest.partition('/')[0]}/1"}).state(NOW) is LeaseState.ORPHANED
+
+
+@pytest.mark.parametrize(
+    ("expires", "state"),
+    [
+        (str(NOW - GRACE_S - 1), LeaseState.EXPIRED),
+        (str(NOW - GRACE_S + 1), LeaseState.ELSEWHERE),
+        (str(NOW + 60), LeaseState.ELSEWHERE),
+        ("soon", LeaseState.UNKNOWN),
+        ("", LeaseState.UNKNOWN),
+        ("nan", LeaseState.ELSEWHERE),
+    ],
+)
+def test_owners_of_another_host_are_left_alone_until_their_lease_has_run_out(expires: str, state: LeaseState) -> None:
+    assert lease(**{OWNER: "host:boot:1/7/9", EXPIRES: expires}).state(NOW) is state
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(max_size=40), st.text(max_size=20))
+def test_nothing_unreadable_is_ever_reaped(who: str, when: str) -> None:
+    """Whatever stands there: an owner on this host that cannot be read is not one that is gone."""
+    found = lease(**{OWNER: who, EXPIRES: when}).state(NOW)
+    where, _, process = who.partition("/")
+    pid, _, started = process.partition("/")
+    if not (where and pid.isdecimal() and started):
+        assert found not in REAPABLE
+
+
+def test_labels_say_whose_and_until_when() -> None:
+    made = labels("n", "d", 60, {"run": "r", "attempt": "a/b", "owner": "spoofed"})
+    assert made["rl360.run"] == "r" and made["rl360.attempt"] == "a/b" and made[OWNER] == owner()
+    row = Lease("docker", "x", made).row(NOW)
+    assert row["state"] == "held" and row["run"] == "r" and row["name"] == "n" and row["deployment"] == "d"
