@@ -1,4 +1,4 @@
-"""`rl360 bench sandboxes`: what the policies for sandboxes reach.
+"""`rl360 bench sandboxes`: what the policies for sandboxes reach, and what real ones cost (sandbox_starts.py).
 
 `sim_refusals`, `sim_makespan`: 8,192 simulated starts that all pull from one registry, in waves against all at once.
 `warm_share`: 64 simulated starts a step on 4 nodes with 8 images, pinned against anywhere; the worst step after the
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rl360.bench import sandbox_starts as real
 from rl360.bench.rows import Options, Row, at_least, at_most, chosen_rows
 
 SIM = ("sim_refusals", "sim_makespan")
 WARM = "warm_share"
-KNOWN = (*SIM, WARM)
+KNOWN = (*SIM, WARM, *real.ROWS)
 MAKESPAN = 1.05
 WARM_GOAL = 0.85
 
@@ -24,7 +25,13 @@ def chosen(text: str | None) -> tuple[str, ...]:
 
 def measure(names: tuple[str, ...], options: Options) -> Iterator[Row]:
     """The rows; those of one measurement come together."""
-    parts: list[tuple[tuple[str, ...], Callable[[Options], Iterator[Row]]]] = [(SIM, sim_rows), ((WARM,), warm_rows)]
+    parts: list[tuple[tuple[str, ...], Callable[[Options], Iterator[Row]]]] = [
+        (SIM, sim_rows),
+        ((WARM,), warm_rows),
+        (real.STARTS, real.starts_rows),
+        ((real.CPU,), real.cpu_rows),
+        ((real.NEIGHBOUR,), real.neighbour_rows),
+    ]
     for rows, make in parts:
         if set(rows) & set(names):
             yield from (row for row in make(options) if row.row in names)

@@ -1,4 +1,4 @@
-"""`rl360 sandboxes`: what the policies for starting, admitting and placing sandboxes do, without a sandbox."""
+"""`rl360 sandboxes`: what the policies for starting, admitting and placing them do, simulated; whose there are."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
+from rl360.commands import sandbox_leases
+
 if TYPE_CHECKING:
     from rl360.sandboxes.comparisons import Compared
 
-app = typer.Typer(no_args_is_help=True, help="Sandboxes: simulate their policies.")
+app = typer.Typer(no_args_is_help=True, help="Sandboxes: whose there are, what nobody owns, the policies simulated.")
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
 
 
 def register(root: typer.Typer) -> None:
     """Add `sandboxes` to the program."""
+    sandbox_leases.register(app)
     root.add_typer(app, name="sandboxes")
 
 
 @app.callback()
 def sandboxes() -> None:
-    """Sandboxes: simulate their policies."""
+    """Sandboxes: whose there are, what nobody owns, the policies simulated."""
 
 
 @app.command("simulate", epilog="Example: rl360 sandboxes simulate --starts 8192 --nodes 64 --out pictures")
