@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rl360.config.services import Services
     from rl360.engines.fleet import Probe
     from rl360.engines.fleet_log import Entry, FleetLog, FleetState, Slot
-    from rl360.weights.fence import Intent, Store
+    from rl360.engines.keeper_lease import Store
+    from rl360.weights.fence import Intent
     from rl360.weights.messages import PushRecord
 
 PROBE_DEADLINE_S = 5.0
@@ -134,13 +135,17 @@ def _row(name: str, probe: Probe, gateway: dict[str, str], slot: Slot | None, ve
     row["incarnation"] = probe.identity.incarnation if probe.identity else None
     if slot is None:
         state = engine_state(probe, word == "ready", version)
-        return row | {"state": state, "reason": probe.reason, "owner": None, "launcher": "supervised", "logged": False}
+        unlogged: dict[str, Any] = {"owner": None, "launcher": "supervised", "logged": False, "evidence": ""}
+        unlogged |= {"since": None, "push": None, "lost_traffic": 0, "member": True, "unproven": []}
+        return row | unlogged | {"state": state, "reason": probe.reason}
     row |= {
         "state": str(slot.state),
         "owner": slot.owner,
         "launcher": slot.launcher,
         "logged": True,
         "since": slot.since,
+        "push": slot.epoch,
+        "lost_traffic": len(slot.flaps),
     }
     why = [slot.reason]
     if probe.identity is not None and slot.incarnation and probe.identity.incarnation != slot.incarnation:
@@ -162,11 +167,16 @@ def describe(
     store: Store,
 ) -> dict[str, Any]:
     """The whole picture as plain data."""
-    from rl360.engines.keeper import other_keepers
+    from rl360.engines.keeper_lease import last_beat, other_keepers
     from rl360.weights import fence
     from rl360.weights.messages import PushStatus
 
     version = last.version if last is not None and last.status is PushStatus.CONFIRMED else None
+    keepers = other_keepers(store, "")
+    notes: dict[str, str] = {}
+    for keeper in keepers:
+        beat = last_beat(store, keeper.partition(" ")[0].partition(":")[2])[1]
+        notes |= beat.notes if beat is not None else {}
     unfinished = [
         {
             "epoch": intent.epoch,
@@ -183,8 +193,11 @@ def describe(
         for intent in intents
     ]
     return {
-        "engines": [_row(name, probe, gateway, state.slots.get(name), version) for name, probe in named.items()],
-        "keepers": other_keepers(store, ""),
+        "engines": [
+            _row(name, probe, gateway, state.slots.get(name), version) | {"start": notes.get(name)}
+            for name, probe in named.items()
+        ],
+        "keepers": keepers,
         "log": {"entries": state.seq},
         "unfinished": unfinished,
         "last_push": None if last is None else last.model_dump(mode="json", exclude={"engines"}),
@@ -196,8 +209,12 @@ def print_status(picture: dict[str, Any], recent: list[Entry]) -> None:
     for row in picture["engines"]:
         held = f"  held by {row['owner']}" if row["owner"] else ""
         why = f"  ({row['reason']})" if row["reason"] else ""
-        shown = f"{row['engine']:<13} {row['state']:<9}  {row['version'] or '-':<12} {row['live']:<9}"
-        typer.echo(f"{shown} gateway: {row['gateway']}{held}{why}")
+        shown = f"{row['engine']:<13} {row['state']:<9} {_age(row['since']):>7}  {row['version'] or '-':<12}"
+        push = f"push {row['push']}" if row["push"] else "no push"
+        shown += f" {push:<9} {row['launcher']:<10} {row['live']:<9} gateway: {row['gateway']}"
+        typer.echo(f"{shown}{held}{why}")
+        if row["start"]:
+            typer.echo(f"  its start: {row['start']}")
         for item in row.get("unproven", []):
             typer.echo(f"  not proven gone: incarnation {item['incarnation']}, before this one: {item['evidence']}")
             typer.echo(f"  then: rl360 fleet confirm-gone {row['engine']} --reason '...'")
@@ -217,6 +234,14 @@ def print_status(picture: dict[str, Any], recent: list[Entry]) -> None:
             typer.echo(f"  not proven gone: {note['identity']['url']}: {note['evidence']}\n  then: {note['command']}")
     for line in (line for entry in recent for line in entry_lines(entry)):
         typer.echo(line)
+
+
+def _age(since: float | None) -> str:
+    """How long ago, in one or two figures: `12 s`, `7 min`, `3.4 h`."""
+    if since is None:
+        return "-"
+    age_s = max(0.0, time.time() - since)
+    return f"{age_s:.0f} s" if age_s < 120 else f"{age_s / 60:.0f} min" if age_s < 7200 else f"{age_s / 3600:.1f} h"
 
 
 def entry_lines(entry: Entry) -> list[str]:
@@ -326,7 +351,7 @@ def add(
 
 
 def _tell_keeper(store: Store) -> None:
-    from rl360.engines.keeper import other_keepers
+    from rl360.engines.keeper_lease import other_keepers
 
     if not other_keepers(store, ""):
         typer.echo("no keeper runs that would do it: start one with `rl360 fleet keep`")
@@ -396,13 +421,18 @@ def keep(
     fence_after: Annotated[int, typer.Option(help="Rounds missed in a row that end it.")] = 12,
     generate_every: Annotated[float, typer.Option(help="Seconds between sampled tokens of an idle engine.")] = 60.0,
     drain_s: Annotated[float, typer.Option(help="Seconds a draining engine has for what is in flight.")] = 600.0,
+    start_s: Annotated[
+        float, typer.Option(help="Seconds a start has to answer, from when its launcher first calls it running.")
+    ] = 600.0,
+    flaps: Annotated[int, typer.Option(help="Losing its traffic so often within --flaps-within ends an engine.")] = 3,
+    flaps_within: Annotated[float, typer.Option(help="Seconds.")] = 21_600.0,
     once: Annotated[bool, typer.Option("--once", help="One round, then end.")] = False,
 ) -> None:
     """Look after the engines between pushes until SIGTERM: suspect, fence, replace, drain. One keeper a fleet.
 
-    Example: rl360 fleet keep --every 5 --suspect-after 4 --fence-after 12
+    Example: rl360 fleet keep --every 5 --start-s 2400
     """
-    from rl360.engines.keeper import KeepOptions
+    from rl360.engines.patience import KeepOptions
 
     options = KeepOptions(
         every_s=every,
@@ -410,6 +440,9 @@ def keep(
         fence_after=fence_after,
         generate_every_s=generate_every,
         drain_s=drain_s,
+        start_s=start_s,
+        flaps=flaps,
+        flaps_s=flaps_within,
     )
     asyncio.run(_keep(options, once))
 

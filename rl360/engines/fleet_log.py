@@ -8,7 +8,8 @@ entries it is kept as `_fleet/snapshots/{seq:08}.json`, so that a reader starts 
 again when it is read. Only a push makes an engine loading, confirmed or serving.
 
 An owner is `push:EPOCH`, `keeper:TOKEN` or `person:NAME`. A claim lasts until its owner gives it back, or until it is
-proven that the owner can't act any more (`claim_is_over`), never by a clock.
+proven that the owner can't act any more (`claim_is_over`). A keeper's also ends when its lease was taken from it
+(rl360/engines/keeper_lease.py); what it still tries then does not follow from the log.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Slot(_Stored):
     evidence: str = ""
     since: float = 0.0
     unproven: tuple[Unproven, ...] = ()
+    flaps: tuple[float, ...] = Field((), description="when a keeper took this incarnation's traffic, the last 16 times")
 
 
 class FleetState(_Stored):
@@ -143,6 +145,10 @@ def _apply(slot: Slot | None, entry: Entry, event: Event) -> Slot:
     # a person knows that it is gone, or it answers again and is looked after
     unproven = tuple(item for item in unproven if item.incarnation not in (event.confirms, event.incarnation or None))
     kept = None if slot is None or begins else slot
+    flaps = kept.flaps if kept else ()
+    lost = kept is not None and (kept.state, event.to) == (EngineState.SERVING, EngineState.SUSPECT)
+    if lost and entry.owner.startswith("keeper:"):
+        flaps = (*flaps, entry.at)[-16:]
     return Slot(
         name=event.engine,
         url=event.url,
@@ -160,6 +166,7 @@ def _apply(slot: Slot | None, entry: Entry, event: Event) -> Slot:
         evidence=event.evidence or (kept.evidence if kept and not moved else ""),
         since=entry.at if moved or slot is None else slot.since,
         unproven=unproven,
+        flaps=flaps,
     )
 
 
@@ -269,12 +276,12 @@ def claim_is_over(store: fence.Store, owner: str) -> str:
         return f"keeper {rest[:8]} has stopped"
     if store.exists(f"{KEEPERS}{rest}/gone.json"):
         return f"a person confirmed that keeper {rest[:8]} is gone"
+    if store.exists(f"{KEEPERS}{rest}/lapsed.json"):
+        return f"keeper {rest[:8]} did not renew its lease and another one took over"
     lease = read_lease(store, rest)
-    if lease is None or lease.host != host_id():
+    if lease is None or (lease.host, lease.boot_id) != (host_id(), boot_id()) or fence.owner_runs(lease):
         return ""
-    if lease.boot_id != boot_id():
-        return f"keeper {rest[:8]} ran before its host was started again"
-    return "" if fence.owner_runs(lease) else f"keeper {rest[:8]}, pid {lease.process.pid}, is gone"
+    return f"keeper {rest[:8]}, pid {lease.process.pid}, is gone"
 
 
 def read_lease(store: fence.Store, token: str) -> fence.Owner | None:

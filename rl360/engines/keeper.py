@@ -5,16 +5,20 @@ misses `suspect_after` rounds is suspect and gets no traffic; one that misses `f
 is fenced: out of the gateway first, then its processes ended, then their end proven; then its launcher starts another.
 A suspect that answers again is joining. Who joins gets traffic from the next push that confirms it, never from here.
 
+A suspect whose door lets it generate has to sample a token before it joins; one that lost its traffic `flaps` times
+within `flaps_s` is fenced. A start has `start_s` from when its launcher first calls it running: one that waits in a
+queue is waited for.
+
 The keeper owns what it mends by a claim in the fleet's log, so a push leaves it alone; it leaves alone what a push
-owns, and while a push is open it only watches. Killed at any point, its successor goes on where the log says it was.
+owns, and while a push is open it only watches. It acts while it holds its lease (rl360/engines/keeper_lease.py).
+Killed at any point, its successor goes on where the log says it was.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,10 +27,9 @@ import httpx
 
 from rl360.config.services import Services
 from rl360.engines import health
-from rl360.engines.client import EngineClient, deployment_token
+from rl360.engines.client import EngineClient, EngineRefused, EngineSilent, deployment_token
 from rl360.engines.fleet import EngineIdentity, EngineState
 from rl360.engines.fleet_log import (
-    KEEPERS,
     Event,
     FleetLog,
     FleetState,
@@ -34,46 +37,27 @@ from rl360.engines.fleet_log import (
     arrival,
     change,
     claim_is_over,
-    read_lease,
     taking,
     walk,
 )
 from rl360.engines.gateway import GatewayClient, Worker
+from rl360.engines.keeper_lease import Lease, Store, other_keepers
 from rl360.engines.launchers import open_launcher
 from rl360.engines.launchers.base import Handle, Launcher, Start, handle_of
 from rl360.engines.members import SUPERVISED, members, settle
+from rl360.engines.patience import KeepOptions
 from rl360.engines.processes import EndProof
-from rl360.errors import BadInput, Rl360Error
+from rl360.errors import Rl360Error
 from rl360.weights import fence
 
 S = EngineState
 GATEWAY_S = 20.0
 STRAYS_EVERY_S = 60.0
+STOP_S = 5.0  # what is under way has so long to notice that the keeper stops
+RUNNING, STATE = "running_since", "state"  # what a slot's `ref` tells of its start, beside its launcher's names
 BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 PROBE_IDS = (1, 2)
-
-
-@dataclass(frozen=True)
-class KeepOptions:
-    """How often, how long, how patient. A round that finds nothing wrong costs two requests an engine."""
-
-    every_s: float = 5.0
-    ping_s: float = 5.0
-    look_s: float = 15.0
-    suspect_after: int = 4
-    fence_after: int = 12
-    generate_every_s: float = 60.0
-    generate_s: float = 60.0
-    end_s: float = 60.0
-    start_s: float = 600.0
-    drain_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.suspect_after <= self.fence_after:
-            raise BadInput(
-                f"suspect after {self.suspect_after} misses and fenced after {self.fence_after}: the first must be at "
-                "least 1 and not more than the second"
-            )
+LEFTOVERS = "leftovers"  # no engine's name
 
 
 @dataclass
@@ -91,7 +75,7 @@ class Watch:
 class Keeper:
     """One keeper of one fleet. `say` gets one line for whatever it does."""
 
-    store: fence.Store
+    store: Store
     services: Services
     options: KeepOptions
     http: httpx.AsyncClient
@@ -99,54 +83,74 @@ class Keeper:
     launchers: dict[str, Launcher] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.lease = fence.new_owner()
-        self.me = f"keeper:{self.lease.token}"
+        self.lease = Lease(self.store, self.options.lease_s)
+        self.me = self.lease.me
         self.log = FleetLog(self.store)
         self.gateway = GatewayClient(self.services.gateway_url, self.http)
         self.token = deployment_token()
         self.vocabulary = health.vocabulary_of(self.services.model_dir)
         self.watches: dict[str, Watch] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.notes: dict[str, str] = {}  # what is seen of engines that start, told with each renewal of the lease
+        self.renewing: asyncio.Task[None] | None = None
         self.strays_at = 0.0
 
     async def run(self, stop: asyncio.Event, beat: Callable[[], None]) -> None:
-        """Rounds until `stop`; `beat` after each. A round that fails is said and the next one tries again."""
-        await self.open()
+        """Rounds until `stop`, which also ends a round that is under way, or until another keeper has taken over, which
+        is an error; `beat` after each. A round that fails is said and the next one tries again."""
+        stopping = asyncio.create_task(stop.wait())
         try:
-            while not stop.is_set():
-                try:
-                    await self.round()
-                except Rl360Error as error:
-                    self.say(f"round failed: {error}")
+            await self._until(stopping, self.open(beat))
+            while not stopping.done():
+                await self._until(stopping, self.round())
                 beat()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), self.options.every_s)
+                await asyncio.wait({stopping}, timeout=self.options.every_s)
         finally:
+            stopping.cancel()
             await self.close()
 
-    async def open(self) -> None:
-        """Write the lease, then look for others: of two keepers that start at once at most one stays."""
-        fence.mark_running(self.lease, True)
-        put = f"{KEEPERS}{self.lease.token}/lease.json"
-        await asyncio.to_thread(self.store.put_once, put, self.lease.model_dump_json().encode())
-        others = await asyncio.to_thread(other_keepers, self.store, self.lease.token)
-        if others:
-            await self.close()
-            raise Rl360Error(
-                f"another keeper may run: {'; '.join(others)}. Stop it; when you know that it is gone: "
-                f"rl360 fleet confirm-gone {others[0].partition(' ')[0]} --reason '...'"
-            )
+    async def _until(self, stopping: asyncio.Task[Any], work: Coroutine[Any, Any, None]) -> None:
+        """Do it, but for no longer than until `stopping` is done. What a round raises is said."""
+        opening = self.renewing is None
+        doing = asyncio.create_task(work)
+        await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            doing.cancel()
+            await asyncio.wait({doing}, timeout=STOP_S)
+        error = None if not doing.done() or doing.cancelled() else doing.exception()
+        if error is not None and (opening or self.lease.taken_by or not isinstance(error, Rl360Error)):
+            raise error
+        if error is not None:
+            self.say(f"round failed: {error}")
+
+    async def open(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait for the end of others, take the lease, look again: of two that begin at once at most one stays, the one
+        whose token is first. `beat` while it waits."""
+        await self.lease.wait_for_others(self.say, beat)
+        await asyncio.to_thread(self.lease.begin)
+        self.renewing = asyncio.create_task(self.lease.keep(lambda: dict(self.notes), self.say))
+        give_up = time.monotonic() + 2 * self.options.lease_s
+        while others := await asyncio.to_thread(other_keepers, self.store, self.lease.token):
+            if min(others) < self.me or time.monotonic() > give_up:
+                await self.close()
+                raise Rl360Error(f"another keeper began at the same time: {'; '.join(others)}")
+            beat()
+            await asyncio.sleep(min(1.0, self.options.lease_s / 10))
 
     async def close(self) -> None:
         """What it was about to do is left to its successor, as a claim in the log."""
-        for task in self.tasks.values():
+        begun = self.renewing is not None
+        left = {task for task in (*self.tasks.values(), self.renewing) if task is not None}
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        fence.mark_running(self.lease, False)
-        await asyncio.to_thread(self.store.put_once, f"{KEEPERS}{self.lease.token}/end.json", b"{}")
+        if left:
+            await asyncio.wait(left, timeout=STOP_S)
+        if begun:
+            await asyncio.to_thread(self.lease.end)
 
     async def round(self) -> None:
-        """Look at every engine, then mend each."""
+        """Look at every engine, then mend each; `LeaseLost` while this keeper may not act."""
+        self.lease.check()
         before = state = await asyncio.to_thread(self.log.refresh)
         urls = {name: slot.url for name, slot in state.slots.items() if slot.url} | members(
             state, self.services.engine_urls
@@ -165,7 +169,8 @@ class Keeper:
                 watch.misses = 0  # engines are paused and busy: what they missed says nothing
             return
         state = await asyncio.to_thread(self.log.refresh)
-        await self.end_strays(state)
+        if LEFTOVERS not in self.tasks:  # a launcher that does not answer keeps nobody from being mended
+            self.tasks[LEFTOVERS] = asyncio.create_task(self.end_strays(state))
         for name in {**urls, **state.slots}:
             slot = state.slots.get(name)
             if slot != before.slots.get(name):
@@ -178,6 +183,7 @@ class Keeper:
         if self.tasks:
             await asyncio.wait(self.tasks.values(), timeout=self.options.every_s)
         self.reap()
+        self.lease.check()
 
     def reap(self) -> None:
         """Say what finished tasks met; a defect stops the keeper."""
@@ -193,9 +199,16 @@ class Keeper:
     async def look(self, state: FleetState, name: str, url: str) -> health.Seen:
         slot = state.slots.get(name)
         known = EngineIdentity(url=url, incarnation=slot.incarnation, process=slot.process) if slot else None
+        seen = await health.look(self.client(url, slot), known, self.options.ping_s, self.options.look_s)
+        for other in state.slots.values():
+            same = seen.identity is not None and other.incarnation == seen.identity.incarnation
+            if same and other.name != name and other.member is not False and other.state not in (S.FENCED, S.GONE):
+                return health.Seen(reason=f"{other.name} answers at {url}: both have the same address or port")
+        return seen
+
+    def client(self, url: str, slot: Slot | None) -> EngineClient:
         external = slot is not None and slot.launcher == "external"
-        client = EngineClient(url, self.http, self.options.look_s, token=self.token, external=external)
-        return await health.look(client, known, self.options.ping_s, self.options.look_s)
+        return EngineClient(url, self.http, self.options.look_s, token=self.token, external=external)
 
     def watch(self, name: str) -> Watch:
         return self.watches.setdefault(name, Watch())
@@ -211,7 +224,7 @@ class Keeper:
 
         def decide(state: FleetState) -> list[Event]:
             now = state.slots.get(name)
-            if now != slot:
+            if now != slot or not self.lease.held:
                 return []
             over = claim_is_over(self.store, now.owner) if now and now.owner not in (None, self.me) else ""
             if now is not None and now.owner not in (None, self.me) and not over:
@@ -231,6 +244,7 @@ class Keeper:
 
     async def mend(self, name: str, slot: Slot | None, seen: health.Seen, workers: dict[str, Worker]) -> None:
         """The next safe thing for one engine."""
+        self.notes.pop(name, None)
         if slot is None:
             if seen.identity is not None:
                 await self.write(None, arrival(None, name, seen.identity, SUPERVISED, "answers for the first time"))
@@ -279,7 +293,7 @@ class Keeper:
         if seen.identity.incarnation != slot.incarnation:
             await self.arrived(slot, seen.identity)
             return
-        problem = await self.sample(slot, watch) if slot.state is S.SERVING else ""
+        problem = await self.idle_sample(slot, watch) if slot.state is S.SERVING else ""
         watch.misses = watch.misses + 1 if problem else 0
         if problem and watch.misses >= self.options.suspect_after:
             await self.suspect(slot, f"{watch.misses} misses in a row: {problem}")
@@ -290,14 +304,19 @@ class Keeper:
         elif slot.state is S.JOINING and worker is not None and worker.usable:
             self.say(f"{slot.name}: got traffic while joining; {await self.out_of_gateway(slot.url)}")
 
-    async def sample(self, slot: Slot, watch: Watch) -> str:
-        """One sampled token when it is idle and none was asked for a while; what was wrong, else empty."""
+    async def idle_sample(self, slot: Slot, watch: Watch) -> str:
+        """`sample` when it is idle and none was asked for a while."""
         due = time.monotonic() - watch.asked_at > self.options.generate_every_s
         if self.vocabulary is None or not (due or watch.misses):
             return ""
         if await health.in_flight(slot.url, self.http, self.options.ping_s) != 0:
             return ""
         watch.asked_at = time.monotonic()
+        return await self.sample(slot)
+
+    async def sample(self, slot: Slot) -> str:
+        """One sampled token; what was wrong, else empty."""
+        assert self.vocabulary is not None  # asked by both callers
         ids = tuple(item % self.vocabulary for item in PROBE_IDS)
         token = None if slot.launcher == "external" else self.token
         problem = await health.generate(slot.url, self.http, ids, self.vocabulary, self.options.generate_s, token)
@@ -323,23 +342,47 @@ class Keeper:
         return held
 
     async def judge(self, slot: Slot, seen: health.Seen) -> None:
-        """A suspect: removed by a person or silent for good is fenced, one that answers again joins."""
+        """A suspect: removed by a person, silent for good, unable to generate or back too often it is fenced; else one
+        that answers again joins."""
         watch = self.watch(slot.name)
+        problem = seen.reason
         await self.out_of_gateway(slot.url)  # also when it was out: the keeper before may have died over it
         if slot.member is False:
             await self.fence(slot, slot.reason)
-        elif seen.identity is not None and seen.identity.incarnation == slot.incarnation:
+            return
+        if seen.identity is not None and seen.identity.incarnation != slot.incarnation:
+            await self.arrived(slot, seen.identity)
+            return
+        if seen.identity is not None:
+            now = time.time()
+            flaps = [at for at in slot.flaps if now - at < self.options.flaps_s]
+            if len(flaps) >= self.options.flaps:
+                often = f"lost its traffic {len(flaps)} times in {now - flaps[0]:.0f} s"
+                await self.fence(slot, f"{often}, the last time: {slot.reason}")
+                return
+            problem = await self.disproved(slot)
+        if not problem:
             if await self.write(
                 slot, walk(slot, [S.JOINING], "answers again; traffic after the next push", version="")
             ):
                 self.watches.pop(slot.name, None)
-        elif seen.identity is not None:
-            await self.arrived(slot, seen.identity)
-        else:
-            watch.misses = max(watch.misses, self.options.suspect_after) + 1
-            proof = await self.proof(slot)
-            if proof.gone or watch.misses >= self.options.fence_after:
-                await self.fence(slot, f"{watch.misses} misses in a row: {seen.reason}")
+            return
+        watch.misses = max(watch.misses, self.options.suspect_after) + 1
+        proof = await self.proof(slot)
+        if proof.gone or watch.misses >= self.options.fence_after:
+            await self.fence(slot, f"{watch.misses} misses in a row: {problem}")
+
+    async def disproved(self, slot: Slot) -> str:
+        """What is wrong with a suspect that answers: it has to sample a token, where its door lets it. A door that
+        refuses all generation until a push has brought weights leaves nothing to be asked."""
+        try:
+            door = await self.client(slot.url, slot).door(self.options.ping_s)
+        except EngineSilent as error:
+            return str(error)
+        except EngineRefused as error:
+            return "" if error.status in (401, 403) else str(error)  # who isn't let in can't say anything about it
+        admits = door is None or door.get("phase") == "serving"
+        return await self.sample(slot) if admits and self.vocabulary is not None else ""
 
     async def fence(self, slot: Slot, reason: str) -> Slot | None:
         """suspect -> fenced -> gone: out of the gateway, ended, proven; unproven it stays fenced for a person."""
@@ -412,7 +455,7 @@ class Keeper:
         )
 
     async def starting(self, slot: Slot) -> None:
-        """joining, never seen: have it started, find its URL, give up after `start_s`."""
+        """joining, never seen: have it started, find its URL, give up `start_s` after it was first seen running."""
         launcher, watch, handle = self.launcher(slot), self.watch(slot.name), handle_of(slot)
         if not launcher.starts:
             return
@@ -421,23 +464,36 @@ class Keeper:
                 return
             watch.misses += 1
             watch.not_before = time.monotonic() + min(BACKOFF_MAX_S, BACKOFF_S * 2**watch.misses)
+            self.lease.check()
             made = await launcher.start(self.start_of(slot), self.options.end_s)
             await self.write(slot, [self.told(slot, made, f"{slot.launcher} started {made.mark}")])
             watch.misses = 0
             return
         proof = await self.proof(slot)
         if proof.gone:
-            await self.fence(slot, "ended before it answered")
-        elif time.time() - slot.since > self.options.start_s:
-            await self.fence(slot, f"did not answer within {self.options.start_s:g} s of its start")
-        elif not slot.url:
-            located = await launcher.locate(handle, self.options.look_s)
-            if located.url:
-                await self.write(slot, [self.told(slot, located, f"is at {located.url}")])
+            await self.fence(slot, f"ended before it answered: {proof.evidence}")
+            return
+        found = await launcher.locate(handle, self.options.look_s)
+        if found.failed:
+            await self.fence(slot, f"failed before it answered: {found.failed}")
+            return
+        since = float(slot.ref.get(RUNNING, 0)) or (time.time() if found.running else 0.0)
+        told = {**found.ref, STATE: found.state} | ({RUNNING: f"{since:.1f}"} if since else {})
+        age_s, now_s = max(0.0, time.time() - slot.since), max(0.0, time.time() - since)
+        ahead = f"runs for {now_s:.0f} of {self.options.start_s:g} s" if since else f"waits to run for {age_s:.0f} s"
+        self.notes[slot.name] = "; ".join(part for part in (ahead, found.detail or found.state) if part)
+        if since and now_s > self.options.start_s:
+            late = f"did not answer within {self.options.start_s:g} s of running (--start-s)"
+            await self.fence(slot, f"{late}: {found.detail or found.state}")
+        elif told != slot.ref or (found.url and found.url != slot.url):
+            at = f" at {found.url}" if found.url else ""
+            how = f"runs{at}, not answering yet" if since else "waits to run"
+            made = found.model_copy(update={"ref": told})
+            await self.write(slot, [self.told(slot, made, f"{how}: {found.state}" if found.state else how)])
 
     def start_of(self, slot: Slot) -> Start:
-        port = urlsplit(slot.url).port or 13_000
         number = int(slot.name.rpartition("-")[2])
+        port = urlsplit(slot.url).port or self.launcher(slot).port_of(number)
         return Start(
             name=slot.name, number=slot.starts, model_dir=self.services.model_dir, port=port, seed=1000 + number
         )
@@ -473,6 +529,7 @@ class Keeper:
         return await self._proven(slot, await self.launcher(slot).proof(handle_of(slot), self.options.look_s))
 
     async def ended(self, slot: Slot) -> EndProof:
+        self.lease.check()
         return await self._proven(slot, await self.launcher(slot).end(handle_of(slot), self.options.end_s))
 
     async def _proven(self, slot: Slot, proof: EndProof) -> EndProof:
@@ -487,6 +544,7 @@ class Keeper:
         """Take it out; evidence of it, also when the gateway is down: then nobody gets there through it."""
         if not url:
             return "was never in the gateway"
+        self.lease.check()
         try:
             await self.gateway.remove(url, GATEWAY_S)
         except Rl360Error as error:
@@ -505,20 +563,6 @@ class Keeper:
             known = {f"{s.name}-{s.starts}" for s in state.slots.values() if s.state is not S.GONE}
             for handle in found:
                 if handle.mark not in known:
+                    self.lease.check()
                     proof = await launcher.end(handle, self.options.end_s)
                     self.say(f"{handle.mark}: {kind} runs it and the log does not know it; {proof.evidence}")
-
-
-def other_keepers(store: fence.Store, token: str) -> list[str]:
-    """Keepers whose end isn't known: `keeper:TOKEN (where)`."""
-    files: dict[str, set[str]] = {}
-    for key in store.list(KEEPERS):
-        name, _, kind = key[len(KEEPERS) :].partition("/")
-        files.setdefault(name, set()).add(kind)
-    found = []
-    for other in sorted(name for name, kinds in files.items() if name != token and kinds == {"lease.json"}):
-        if not claim_is_over(store, f"keeper:{other}"):
-            lease = read_lease(store, other)
-            where = f"pid {lease.process.pid} on {lease.host}" if lease else "unknown"
-            found.append(f"keeper:{other} ({where})")
-    return found

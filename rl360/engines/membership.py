@@ -30,8 +30,8 @@ from rl360.engines.fleet_log import (
     taking,
     walk,
 )
+from rl360.engines.keeper_lease import dismiss
 from rl360.engines.members import SUPERVISED, members
-from rl360.engines.processes import host_id
 from rl360.errors import BadInput, ServiceError
 from rl360.weights import fence
 
@@ -201,9 +201,10 @@ def keeper_is_gone(store: fence.Store, keeper: str, reason: str, by: str) -> Non
     lease = read_lease(store, token)
     if lease is None:
         raise BadInput(f"{keeper}: no such keeper (`rl360 fleet status` names those that may run)")
-    if lease.host == host_id() and not claim_is_over(store, keeper):
+    if fence.owner_runs(lease):
         raise BadInput(f"{keeper} runs here as pid {lease.process.pid}: end that first")
     word = {"reason": reason.strip(), "by": by, "confirmed_at": time.time()}
+    dismiss(store, token, f"person:{by}")
     store.put_once(f"{KEEPERS}{token}/gone.json", orjson.dumps(word))
 
 

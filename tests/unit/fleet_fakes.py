@@ -21,7 +21,9 @@ from rl360.config.services import Services
 from rl360.engines import health
 from rl360.engines.fleet import EngineIdentity, EngineState, incarnation_of
 from rl360.engines.fleet_log import Entry, FleetLog, Slot
-from rl360.engines.keeper import Keeper, KeepOptions
+from rl360.engines.keeper import Keeper
+from rl360.engines.keeper_lease import Lease
+from rl360.engines.patience import KeepOptions
 from rl360.engines.processes import ProcessTree, tree_of_pid
 from rl360.weights import fence
 from rl360.weights.messages import EngineOutcome, PushRecord
@@ -47,7 +49,7 @@ class KeptEngine(FakeEngine):
 
     busy: int = 0
     asked: list[list[int]] = field(default_factory=list)
-    token: int = 7
+    samples: int = 7
     removed_alive: list[bool] = field(default_factory=list)
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -55,7 +57,7 @@ class KeptEngine(FakeEngine):
             return 200, {"loads": [{"num_running_reqs": self.busy, "num_waiting_reqs": 0}]}
         if path == "/generate" and not self.faults:
             self.asked.append(body["input_ids"])
-            return 200, {"output_ids": [self.token]}
+            return 200, {"output_ids": [self.samples]}
         return super().answer(method, path, body)
 
     @property
@@ -174,6 +176,12 @@ class FleetWorld:
             await keeper.close()
 
         self.keep(use, options)
+
+
+def elsewhere(lease: Lease) -> Lease:
+    """The lease of a process in another pid namespace: nothing here shows whether it lives."""
+    lease.owner = lease.owner.model_copy(update={"host": "n7/pid:[1]"})
+    return lease
 
 
 def until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:

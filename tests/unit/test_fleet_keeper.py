@@ -6,19 +6,22 @@ import asyncio
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fleet_fakes import OPTIONS, VOCABULARY, FleetWorld, KeptEngine
+from fleet_fakes import OPTIONS, VOCABULARY, FleetWorld, KeptEngine, elsewhere, until
 
 from rl360.engines import health, members
 from rl360.engines.fleet import EngineState
 from rl360.engines.fleet_log import EVENTS, FleetLog
-from rl360.engines.keeper import Keeper, KeepOptions
+from rl360.engines.keeper import Keeper
+from rl360.engines.keeper_lease import Lease, LeaseLost
 from rl360.engines.membership import add_external, drain, is_gone, keeper_is_gone, remove, take_back
+from rl360.engines.patience import KeepOptions
 from rl360.engines.processes import ProcessId, proof_of_end
 from rl360.errors import BadInput, Rl360Error, ServiceError, StoreUnavailable
 from rl360.weights import fence
@@ -207,7 +210,7 @@ def test_a_keeper_killed_anywhere_in_a_fence_is_followed_by_one_that_finishes_it
         except _Killed:
             pass
         # the dead neither write nor count as running
-        fence.mark_running(keeper.lease, False)
+        fence.mark_running(keeper.lease.owner, False)
 
     world.keep(use)
     world.store.put_once = put  # type: ignore[method-assign]
@@ -319,13 +322,77 @@ def test_an_idle_serving_engine_samples_a_token_from_ids_it_knows(world: FleetWo
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, -1])
-def test_an_engine_that_answers_but_cannot_generate_loses_its_traffic(world: FleetWorld, token: int) -> None:
+def test_an_engine_that_answers_but_cannot_generate_loses_its_traffic_and_joins_when_it_can(
+    world: FleetWorld, token: int
+) -> None:
     world.serve()
-    world.engines[0].token = token
-    world.rounds(2)
-    assert world.state() is S.SUSPECT or world.path()[-1] == "joining"
-    assert "outside the vocabulary" in " ".join(world.said)
-    assert world.gateway.urls() == [world.engines[1].url]
+    world.engines[0].samples = token
+
+    async def use(keeper: Keeper) -> None:
+        for _ in range(3):
+            await keeper.round()
+        assert world.state() is S.SUSPECT, "it answers, and that is not enough"
+        assert "outside the vocabulary" in " ".join(world.said)
+        assert world.gateway.urls() == [world.engines[1].url]
+        world.engines[0].samples = 7
+        await keeper.round()
+        await keeper.close()
+
+    world.keep(use)
+    assert world.state() is S.JOINING and world.path()[-2:] == ["suspect", "joining"]
+
+
+def test_an_engine_that_never_generates_again_is_ended(world: FleetWorld) -> None:
+    world.serve()
+    world.engines[0].samples = -1
+    world.rounds(6)
+    assert world.state() is S.GONE and not world.engines[0].alive
+    assert "misses in a row: generated id -1" in world.slot().reason
+
+
+def test_what_a_barred_door_does_not_let_a_suspect_show_is_not_asked(world: FleetWorld) -> None:
+    world.serve()
+    engine = world.engines[0]
+    engine.faults["/ping"] = "500"
+
+    async def use(keeper: Keeper) -> None:
+        for _ in range(2):
+            await keeper.round()
+        assert world.state() is S.SUSPECT
+        engine.faults = {"/rl360/door": lambda _: (200, {"phase": "barred"}), "/generate": "500"}
+        asked = len(engine.asked)
+        await keeper.round()
+        assert world.state() is S.JOINING and len(engine.asked) == asked
+        await keeper.close()
+
+    world.keep(use)
+
+
+def test_an_engine_that_loses_its_traffic_again_and_again_is_ended(world: FleetWorld) -> None:
+    options = dataclasses.replace(OPTIONS, flaps=3)
+    for turn in range(3):
+        world.serve()
+        world.engines[0].samples = -1
+        world.rounds(2, options)
+        assert world.state() is S.SUSPECT, turn
+        world.engines[0].samples = 7
+        world.rounds(1, options)
+        if turn < 2:
+            assert world.state() is S.JOINING
+    assert world.state() is S.GONE and not world.engines[0].alive
+    assert "lost its traffic 3 times in" in world.slot().reason and "generated id -1" in world.slot().reason
+
+
+def test_losing_its_traffic_long_ago_is_forgiven(world: FleetWorld) -> None:
+    options = dataclasses.replace(OPTIONS, flaps=2, flaps_s=0.2)
+    for _ in range(3):
+        world.serve()
+        world.engines[0].samples = -1
+        world.rounds(2, options)
+        time.sleep(0.25)
+        world.engines[0].samples = 7
+        world.rounds(1, options)
+        assert world.state() is S.JOINING
 
 
 def test_a_door_that_lets_the_keeper_not_in_says_nothing_about_the_engine(world: FleetWorld) -> None:
@@ -402,19 +469,109 @@ def test_there_is_one_keeper(world: FleetWorld) -> None:
         """It is killed right after it opened."""
 
     first = world.keep(nothing)
-    with pytest.raises(Rl360Error, match=f"another keeper may run: {first.me}"):
+    with pytest.raises(Rl360Error, match=f"another keeper runs: {first.me} .* its process runs here"):
         world.keep(nothing)
     with pytest.raises(BadInput, match="runs here as pid"):
         keeper_is_gone(world.store, first.me, "dead", "ann")
-    fence.mark_running(first.lease, False)
+    fence.mark_running(first.lease.owner, False)
     world.rounds(1)
+
+
+def test_of_two_that_begin_at_once_one_stays(world: FleetWorld) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient() as http:
+            both = [Keeper(world.store, world.services, OPTIONS, http, world.said.append) for _ in range(2)]
+            seen = asyncio.Event()
+            # neither is there when either looks: both begin
+            for keeper in both:
+                keeper.lease.wait_for_others = lambda *_: seen.wait()  # type: ignore[assignment, misc]
+            opening = [asyncio.create_task(keeper.open()) for keeper in both]
+            seen.set()
+            ended = await asyncio.gather(*opening, return_exceptions=True)
+            kept = [keeper for keeper, error in zip(both, ended, strict=True) if error is None]
+            assert [keeper.me for keeper in kept] == [min(keeper.me for keeper in both)]
+            assert "began at the same time" in str(next(error for error in ended if error is not None))
+            await kept[0].close()
+
+    asyncio.run(run())
+
+
+def test_a_keeper_whose_lease_was_taken_does_nothing_more_and_ends(world: FleetWorld) -> None:
+    """It slept, another one took over, and it wakes up in front of an engine that hangs."""
+    world.serve()
+    world.engines[0].faults["*"] = "hang"
+    before = world.entries()
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as http:
+            options = dataclasses.replace(OPTIONS, every_s=0.05, lease_s=0.3)
+            keeper = Keeper(world.store, world.services, options, http, world.said.append)
+            elsewhere(keeper.lease)
+            await keeper.open()
+            assert keeper.renewing is not None
+            keeper.renewing.cancel()  # it sleeps
+            await Lease(world.store, 0.3).wait_for_others(world.said.append, lambda: None)
+            with pytest.raises(LeaseLost, match="ran out before it could be renewed"):
+                await keeper.round()
+            with pytest.raises(LeaseLost):
+                await keeper.out_of_gateway(world.engines[0].url)
+            assert await keeper.suspect(world.slot(), "late") is None
+            with pytest.raises(LeaseLost, match=r"keeper:\w+ took over"):
+                keeper.lease.renew({})
+            with pytest.raises(LeaseLost, match="took over"):
+                await keeper.run(asyncio.Event(), lambda: None)
+
+    asyncio.run(run())
+    assert world.entries() == before and world.gateway.removed == [] and world.engines[0].alive
+
+
+def test_what_a_keeper_that_vanished_elsewhere_was_fencing_its_successor_finishes(world: FleetWorld) -> None:
+    world.serve()
+    world.engines[0].faults["/ping"] = "500"
+    options = dataclasses.replace(OPTIONS, lease_s=0.3)
+
+    async def vanish(keeper: Keeper) -> None:
+        for _ in range(3):
+            await keeper.round()
+        assert world.state() is S.SUSPECT and world.slot().owner == keeper.me
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as http:
+            keeper = Keeper(world.store, world.services, options, http, world.said.append)
+            elsewhere(keeper.lease)
+            await keeper.open()
+            await vanish(keeper)
+
+    asyncio.run(run())
+    world.rounds(4, options)
+    assert world.state() is S.GONE and not world.engines[0].alive
+    taken = [event.evidence for entry in world.entries() for event in entry.events if event.took_from]
+    assert "did not renew its lease and another one took over" in taken[0]
+
+
+def test_sigterm_ends_a_round_that_is_under_way(world: FleetWorld) -> None:
+    world.serve()
+    world.engines[0].faults["*"] = "hang"
+    options = dataclasses.replace(OPTIONS, ping_s=60.0, look_s=60.0)
+
+    async def run() -> float:
+        async with httpx.AsyncClient() as http:
+            keeper = Keeper(world.store, world.services, options, http, world.said.append)
+            stop = asyncio.Event()
+            running = asyncio.create_task(keeper.run(stop, lambda: None))
+            await asyncio.to_thread(until, lambda: any(path == "/ping" for path, _ in world.engines[0].calls))
+            began = time.monotonic()
+            stop.set()
+            await running
+            return time.monotonic() - began
+
+    assert asyncio.run(run()) < 2
+    assert any(key.endswith("/end.json") for key in world.store.objects)
 
 
 def test_a_keeper_on_another_host_is_gone_when_a_person_says_so(world: FleetWorld) -> None:
     lease = fence.new_owner().model_copy(update={"host": "n7/pid:[1]", "process": ProcessId(pid=1, start_ticks=1)})
     world.store.put(f"_fleet/keepers/{lease.token}/lease.json", lease.model_dump_json().encode())
-    with pytest.raises(Rl360Error, match="confirm-gone keeper:"):
-        world.rounds(1)
     with pytest.raises(BadInput, match="needs a reason"):
         keeper_is_gone(world.store, f"keeper:{lease.token}", " ", "ann")
     keeper_is_gone(world.store, f"keeper:{lease.token}", "node n7 is off", "ann")

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 import yaml
 
 from rl360.engines.launch import parse_options
+from rl360.engines.launchers import kubernetes
 from rl360.engines.launchers.base import Handle, Start
 from rl360.engines.launchers.kubernetes import (
     FLEET_LABEL,
@@ -59,8 +61,9 @@ class ApiServer:
                     return
                 if self.headers.get("authorization", "").removeprefix("Bearer ") not in outer.tokens:
                     told = (401, {})
-                status, headers = told or (0, {})
+                status, headers, *given = told or (0, {})
                 reply = {"kind": "Status", "message": f"scripted {status}"} if status else None
+                reply = given[0] if given else reply
                 if reply is None:
                     status, reply = outer.answer(self.command, self.path, body)
                 data = json.dumps(reply).encode() if reply != "html" else b"<html>"
@@ -83,6 +86,7 @@ class ApiServer:
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         path, _, query = path.partition("?")
+        asked = dict(parse_qsl(query))
         assert path.startswith("/api/v1/namespaces/rl/pods")
         name = path.removeprefix("/api/v1/namespaces/rl/pods").strip("/")
         if method == "POST":
@@ -93,12 +97,14 @@ class ApiServer:
             self.pods[name]["metadata"]["uid"] = uuid.uuid4().hex
             return 201, self.pods[name]
         if not name:
-            wanted = query.removeprefix("labelSelector=").replace("%3D", "=").partition("=")
+            wanted = asked["labelSelector"].partition("=")
             found = [pod for pod in self.pods.values() if pod["metadata"]["labels"].get(wanted[0]) == wanted[2]]
-            return 200, {"kind": "PodList", "items": found}
+            first, last = int(asked.get("continue", 0)), int(asked.get("continue", 0)) + int(asked["limit"])
+            more = {"continue": str(last)} if last < len(found) else {}
+            return 200, {"kind": "PodList", "metadata": more, "items": found[first:last]}
         pod = self.pods.get(name)
         if pod is None:
-            return 404, {"kind": "Status", "reason": "NotFound"}
+            return 404, {"kind": "Status", "reason": "NotFound", "details": {"name": name, "kind": "pods"}}
         if method == "GET":
             return 200, pod
         if body["preconditions"]["uid"] != pod["metadata"]["uid"]:
@@ -110,7 +116,19 @@ class ApiServer:
 
     def runs(self, address: str = "10.1.2.3") -> None:
         for pod in self.pods.values():
-            pod["status"] = {"phase": "Running", "podIP": address}
+            began = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+            pod["status"] = {
+                "phase": "Running",
+                "podIP": address,
+                "containerStatuses": [{"name": "other", "state": {}}, {"name": "engine", "state": began}],
+            }
+            pod["spec"]["nodeName"] = "n7"
+
+    def says(self, engine: dict[str, Any] | None = None, **status: Any) -> None:
+        """What the kubelet says of the container, and others of the pod."""
+        told = {} if engine is None else {"containerStatuses": [{"name": "engine", "state": engine}]}
+        for pod in self.pods.values():
+            pod["status"] = status | told
             pod["spec"]["nodeName"] = "n7"
 
 
@@ -270,7 +288,7 @@ def test_what_passes_is_tried_again(launcher: KubernetesLauncher, api: ApiServer
     [
         ([(401, {}), (401, {})], ServiceError, "answered 401: scripted 401; the token in .* is not taken"),
         ([(403, {})], Rl360Error, "needs create, get, list and delete on pods in rl"),
-        ([(404, {})], ServiceError, "knows no namespace rl"),
+        ([(404, {})], ServiceError, "answered 404 and not as Kubernetes does"),
         ([(422, {})], Rl360Error, r"answered 422.*engine-pod\.yaml"),
         ([(429, {"retry-after": "60"})], ServiceError, "answered 429.*gave up after 1 s"),
         ([(500, {})] * 9, ServiceError, "answered 500.*gave up after 1 s"),
@@ -298,6 +316,105 @@ def test_no_answer_proves_nothing(launcher: KubernetesLauncher, api: ApiServer) 
     api.http.server_close()
     with pytest.raises(ServiceError, match="no answer"):
         asyncio.run(launcher.end(handle, 0.5))
+
+
+def test_an_end_is_proven_by_the_kubelets_word_and_not_by_a_phase(launcher: KubernetesLauncher, api: ApiServer) -> None:
+    """Controllers set phases of pods whose node they lost; only a kubelet says how a container ended."""
+    handle = asyncio.run(launcher.start(START, 5))
+    ended = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"}
+    for state, phase, gone in (
+        (None, "Failed", False),
+        ({"running": {}}, "Failed", False),
+        ({"terminated": ended | {"reason": "ContainerStatusUnknown"}}, "Failed", False),
+        ({"terminated": ended | {"finishedAt": None}}, "Failed", False),
+        ({"terminated": ended}, "Failed", True),
+        ({"terminated": ended}, "Running", True),
+    ):
+        api.says(state, phase=phase)
+        proof = asyncio.run(launcher.proof(handle, 5))
+        assert proof.gone is gone, (state, phase, proof.evidence)
+    assert "ended at 2026-01-01T00:00:00Z: OOMKilled, exit code 137" in proof.evidence
+    assert asyncio.run(launcher.end(handle, 5)).gone and api.pods == {}, "its object is no leftover"
+
+
+@pytest.mark.parametrize(
+    ("told", "running", "state", "failed"),
+    [
+        ({"phase": "Pending"}, False, "Pending", ""),
+        (
+            {
+                "phase": "Pending",
+                "conditions": [
+                    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/9"}
+                ],
+            },
+            False,
+            "Pending (Unschedulable)",
+            "",
+        ),
+        (
+            {"phase": "Pending", "engine": {"waiting": {"reason": "ImagePullBackOff"}}},
+            False,
+            "Pending (ImagePullBackOff)",
+            "",
+        ),
+        ({"phase": "Running", "engine": {"running": {"startedAt": "2026"}}}, True, "Running", ""),
+        (
+            {"phase": "Failed", "reason": "OutOfcpu", "message": "Pod was rejected"},
+            False,
+            "Failed (OutOfcpu)",
+            "Failed (OutOfcpu): Pod was rejected",
+        ),
+    ],
+)
+def test_what_is_seen_of_a_start(
+    launcher: KubernetesLauncher, api: ApiServer, told: dict[str, Any], running: bool, state: str, failed: str
+) -> None:
+    handle = asyncio.run(launcher.start(START, 5))
+    api.says(told.pop("engine", None), **told, podIP="10.1.2.3")
+    found = asyncio.run(launcher.locate(handle, 5))
+    assert (found.running, found.state, found.failed) == (running, state, failed)
+    assert bool(found.url) is running and found.ref == handle.ref
+
+
+def test_a_404_of_something_else_proves_nothing(launcher: KubernetesLauncher, api: ApiServer) -> None:
+    handle = asyncio.run(launcher.start(START, 5))
+    for reply in ({"error": "no route"}, {"kind": "Status", "reason": "Gone"}, "html"):
+        api.script = [(404, {}, reply)]
+        with pytest.raises(ServiceError, match=r"404 and not as Kubernetes does|not a JSON object"):
+            asyncio.run(launcher.proof(handle, 2))
+
+
+def test_a_long_list_comes_in_pages_and_begins_again_when_it_grew_too_old(
+    launcher: KubernetesLauncher, api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "PAGE", 2)
+    for number in range(5):
+        asyncio.run(launcher.start(START.model_copy(update={"name": f"kubernetes-{number}"}), 5))
+    marks = [f"kubernetes-{number}-1" for number in range(5)]
+    assert [found.mark for found in asyncio.run(launcher.find(5))] == marks
+    api.script = [None, (410, {})]
+    assert [found.mark for found in asyncio.run(launcher.find(5))] == marks
+    api.script = [(410, {})]
+    with pytest.raises(ServiceError, match=r"no items \(status 410\)"):
+        asyncio.run(launcher.find(5))
+
+
+def test_a_conflict_without_a_pod_is_tried_again_and_a_full_quota_is_said(
+    launcher: KubernetesLauncher, api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that create at once may both be told to try again by the quota that they both change."""
+    monkeypatch.setattr(kubernetes, "POLL_S", 0.05)
+    api.script = [(409, {})]
+    assert asyncio.run(launcher.start(START, 5)).ref["pod"] == NAME
+    api.pods.clear()
+    api.script = [(409, {}), None] * 50
+    with pytest.raises(ServiceError, match="answers 409 and has no such pod: scripted 409"):
+        asyncio.run(launcher.start(START, 0.3))
+    full = {"kind": "Status", "message": 'pods "x" is forbidden: exceeded quota: gpus'}
+    api.script = [(403, {}, full)]
+    with pytest.raises(ServiceError, match="exceeded quota: gpus; started when the quota of rl has room"):
+        asyncio.run(launcher.start(START, 1))
 
 
 def test_a_rotated_token_is_read_again(launcher: KubernetesLauncher, api: ApiServer) -> None:

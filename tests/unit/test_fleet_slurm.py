@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from fleet_fakes import until
 
 from rl360.engines.launch import parse_options
 from rl360.engines.launchers.base import Handle, Start
@@ -46,7 +48,7 @@ elif name == "squeue":
         if job is None or job["state"] in state["over"]:
             print("slurm_load_jobs error: Invalid job id specified", file=sys.stderr)
             sys.exit(1)
-        print(job["state"] + "|" + job["node"])
+        print("|".join([job["state"], job["node"], job.get("reason", "None")][: option["--format"].count("%")]))
     else:
         for number, job in jobs.items():
             if job["state"] not in state["over"]:
@@ -142,15 +144,46 @@ def test_the_arguments_of_the_job_are_options_of_the_launcher(tmp_path: Path, la
 def test_a_life_of_a_job(launcher: SlurmLauncher, slurm: Slurm) -> None:
     handle = asyncio.run(launcher.start(START, 10))
     assert handle.ref == {"job": "100", "port": "13000"}
-    assert asyncio.run(launcher.locate(handle, 10)).url == ""
+    slurm.job("100", reason="Resources")
+    waits = asyncio.run(launcher.locate(handle, 10))
+    assert (waits.url, waits.running, waits.state, waits.detail) == ("", False, "PENDING", "PENDING (Resources)")
     slurm.job("100", state="RUNNING", node="n7")
-    assert asyncio.run(launcher.locate(handle, 10)).url == "http://n7:13000"
+    (launcher.home / "logs").mkdir()
+    (launcher.home / "logs" / "slurm-0-100.log").write_text("loading shard 3 of 8\n")
+    runs = asyncio.run(launcher.locate(handle, 10))
+    assert (runs.url, runs.running, runs.detail) == ("http://n7:13000", True, "loading shard 3 of 8")
     assert [found.mark for found in asyncio.run(launcher.find(10))] == ["slurm-0-1"]
     seen = asyncio.run(launcher.proof(handle, 10))
     assert not seen.gone and "squeue lists job 100: RUNNING on n7" in seen.evidence
     proof = asyncio.run(launcher.end(handle, 10))
     assert proof.gone and "CANCELLED by 1000 at 2026-01-01T00:00:00 on n7" in proof.evidence
     assert ["scancel", "100"] in slurm.read()["calls"]
+
+
+def test_jobs_that_share_a_node_have_ports_of_their_own(launcher: SlurmLauncher) -> None:
+    ports = [launcher.port_of(number) for number in range(1000)]
+    assert len(set(ports)) == 1000 and max(ports) < 32_768
+
+
+def test_a_job_that_left_the_queue_before_it_answered_has_failed(launcher: SlurmLauncher, slurm: Slurm) -> None:
+    handle = asyncio.run(launcher.start(START, 10))
+    slurm.job("100", state="BOOT_FAIL")
+    assert asyncio.run(launcher.locate(handle, 10)).failed == "squeue lists job 100 no more"
+
+
+def test_a_keeper_that_stops_leaves_no_program_running(launcher: SlurmLauncher, slurm: Slurm) -> None:
+    slurm.set(faults={"squeue": "hang"})
+
+    async def run() -> None:
+        looking = asyncio.create_task(launcher.find(10))
+        await asyncio.to_thread(until, lambda: b"squeue" in slurm.path.read_bytes().partition(b"faults")[0])
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+
+    asyncio.run(run())
+    mine = psutil.Process().children(recursive=True)
+    assert not [child for child in mine if "squeue" in " ".join(child.cmdline())]
 
 
 def test_starting_twice_is_one_job(launcher: SlurmLauncher, slurm: Slurm) -> None:

@@ -2,15 +2,20 @@
 
 A start is named by the slot and its number (`Start.mark`, e.g. `local-0-3`): the fleet's log has the start before the
 launcher is asked, so `start` is safe to repeat, and whatever `find` returns that the log doesn't know is a leftover.
-`end` and `proof` answer with `EndProof`: `gone` only when no process of that start can run any more, with what was
-looked at; everything else is for a person. Every call ends within its deadline or raises `ServiceError`.
+`locate` says whether its processes run by now: one that waits in a queue is waited for, however long. `end` and `proof`
+answer with `EndProof`: `gone` only when no process of that start can run any more, with what was looked at; everything
+else is for a person. Every call ends within its deadline or raises `ServiceError`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
@@ -50,7 +55,9 @@ class Start(BaseModel):
 
 
 class Handle(BaseModel):
-    """One start as its launcher knows it. `ref` holds the launcher's own names; `url` is empty until it is known."""
+    """One start as its launcher knows it. `ref` holds the launcher's own names; `url` is empty until it is known.
+    `running`: its processes have begun; `state`: what the launcher calls it, in few words that stay the same while
+    nothing changes; `detail`: more, for people, that may change at every look. `failed`: why it will never run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,6 +67,10 @@ class Handle(BaseModel):
     epoch: int | None = None
     process: ProcessTree | None = None
     ref: Mapping[str, str] = {}
+    running: bool = False
+    state: str = ""
+    detail: str = ""
+    failed: str = ""
 
 
 def handle_of(slot: Slot) -> Handle:
@@ -75,8 +86,24 @@ def handle_of(slot: Slot) -> Handle:
 
 
 def fleet_id(services: Services) -> str:
-    """Tells this fleet's pods and jobs from those of another on the same cluster: fleets differ by their store."""
-    return hashlib.sha256(f"{services.s3_endpoint} {services.s3_bucket}".encode()).hexdigest()[:10]
+    """Tells this fleet's pods and jobs from those of another on the same cluster: fleets differ by their store. A store
+    on loopback is another one on each host and for each home: what it doesn't know must not be ended as a leftover."""
+    name = f"{services.s3_endpoint} {services.s3_bucket}"
+    if urlsplit(services.s3_endpoint).hostname in ("localhost", "127.0.0.1", "::1"):
+        name += f" {socket.gethostname()} {services.home}"
+    return hashlib.sha256(name.encode()).hexdigest()[:10]
+
+
+def last_line(path: str | Path) -> str:
+    """The end of what an engine has written to its log, for people; empty when there is nothing to be read."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            text = log.read().decode(errors="replace").replace("\r", "\n")
+    except OSError:
+        return ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "".join(c for c in lines[-1] if c.isprintable()).strip()[-160:] if lines else ""
 
 
 class Launcher(Protocol):
@@ -85,12 +112,16 @@ class Launcher(Protocol):
     kind: str
     starts: bool
 
+    def port_of(self, number: int) -> int:
+        """The port of the fleet's engine `number` of this launcher: no two on the same host may have the same."""
+        ...
+
     async def start(self, start: Start, deadline_s: float) -> Handle:
         """Make it, or return what an earlier call with the same mark made. It need not answer yet."""
         ...
 
     async def locate(self, handle: Handle, deadline_s: float) -> Handle:
-        """With its URL, when that is known by now."""
+        """What is known of it by now: its URL, whether it runs, its state."""
         ...
 
     async def find(self, deadline_s: float) -> list[Handle]:

@@ -25,6 +25,9 @@ class ExternalLauncher:
     def __init__(self, services: Services) -> None:
         self.services = services
 
+    def port_of(self, number: int) -> int:
+        raise ServiceError("somebody else's engine has the port that its URL names")
+
     async def start(self, start: Start, deadline_s: float) -> Handle:
         raise ServiceError(f"{start.name} is someone else's engine: start it where it runs")
 

@@ -2,8 +2,9 @@
 
 The pod is `infra/kubernetes/engine-pod.yaml` (or `kubernetes/engine-pod.yaml` in the home) with name, labels, arguments
 and port filled in; everything else is the operator's. One start is one pod that is never restarted in place
-(`restartPolicy: Never`): another try is another pod. Proof of an end: the API server has no pod of that name, or one
-with another uid. A pod that is only being deleted, or whose node doesn't answer, is not gone; it is never deleted by
+(`restartPolicy: Never`): another try is another pod. Proof of an end: the API server says that it has no pod of that
+name, or one with another uid, or the pod's kubelet says that its container `engine` has terminated. A pod that is only
+being deleted, or whose node doesn't answer, is not gone, whatever phase a controller gave it; it is never deleted by
 force, because that removes the object and not the processes. Token and CA come from the service account and are read
 again for each call, for they rotate.
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import orjson
@@ -34,6 +37,7 @@ FLEET_LABEL, MARK_LABEL = "rl360/fleet", "rl360/engine"
 CALL_S = 10.0  # one try of one call
 GRACE_S = 30
 POLL_S = 1.0
+PAGE = 500  # pods of one answer of a list
 
 
 @dataclass(frozen=True)
@@ -108,39 +112,64 @@ class KubernetesLauncher:
     def in_cluster(cls, services: Services) -> KubernetesLauncher:
         return cls(Cluster.of_pod(os.environ), load_template(Path(services.home)), fleet_id(services))
 
+    def port_of(self, number: int) -> int:
+        """Each pod has an address of its own."""
+        return 13_000
+
     async def start(self, start: Start, deadline_s: float) -> Handle:
         pod = render_pod(self.template, start, self.fleet, self.cluster.namespace)
-        name = pod["metadata"]["name"]
-        status, made = await self._call("POST", self.path, pod, deadline_s)
-        if status == 409:  # an earlier try of this start whose reply was lost, or somebody else's pod
-            status, made = await self._call("GET", f"{self.path}/{name}", None, deadline_s)
-        if status == 404:
-            raise ServiceError(
-                f"pod {name}: the API server knows no namespace {self.cluster.namespace}, or lost the pod"
-            )
+        name, until = pod["metadata"]["name"], time.monotonic() + deadline_s
+        while True:
+            status, made = await self._call("POST", self.path, pod, max(1.0, until - time.monotonic()))
+            if status == 404:
+                raise ServiceError(f"pod {name}: the API server knows no namespace {self.cluster.namespace}")
+            if status != 409:
+                break
+            # an earlier try of this start whose reply was lost, somebody else's pod, or a quota that changed meanwhile
+            status, found = await self._call("GET", f"{self.path}/{name}", None, max(1.0, until - time.monotonic()))
+            if status == 200:
+                made = found
+                break
+            if time.monotonic() > until:
+                raise ServiceError(f"pod {name}: the API server answers 409 and has no such pod: {_said(made)}")
+            await asyncio.sleep(POLL_S)
         handle = self._handle(made)
         if handle.mark != start.mark:
             raise ServiceError(f"pod {name} is there and is not this fleet's (label {MARK_LABEL}); delete or rename it")
         return handle
 
     async def locate(self, handle: Handle, deadline_s: float) -> Handle:
+        """Running when its container is; while it waits, `state` is why (the scheduler's or the kubelet's one word)."""
         pod = await self._pod(handle, deadline_s)
-        address = (pod or {}).get("status", {}).get("podIP")
-        if pod is None or not address:
+        if pod is None:
+            return handle
+        handle = handle.model_copy(update={"ref": self._handle(pod).ref} | _progress(pod))
+        address = (pod.get("status") or {}).get("podIP")
+        if not address or not handle.running:
             return handle
         containers = {item["name"]: item for item in pod["spec"]["containers"]}
         port = containers["engine"]["ports"][0]["containerPort"]
         host = f"[{address}]" if ":" in address else address
-        return handle.model_copy(update={"url": f"http://{host}:{port}", "ref": self._handle(pod).ref})
+        return handle.model_copy(update={"url": f"http://{host}:{port}"})
 
     async def find(self, deadline_s: float) -> list[Handle]:
-        status, body = await self._call(
-            "GET", f"{self.path}?labelSelector={FLEET_LABEL}%3D{self.fleet}", None, deadline_s
-        )
-        items = body.get("items")
-        if status != 200 or not isinstance(items, list):
-            raise ServiceError(f"API server {self.cluster.url}: the list of pods has no items (status {status})")
-        return [self._handle(pod) for pod in items]
+        until = time.monotonic() + deadline_s
+        asked = f"{self.path}?labelSelector={FLEET_LABEL}%3D{self.fleet}&limit={PAGE}"
+        found: list[Handle] = []
+        more = ""
+        while True:
+            path = f"{asked}&continue={quote(more, safe='')}" if more else asked
+            status, body = await self._call("GET", path, None, max(1.0, until - time.monotonic()))
+            if status == 410 and more and time.monotonic() < until:  # the list is too old to go on with: from the start
+                found, more = [], ""
+                continue
+            items = body.get("items")
+            if status != 200 or not isinstance(items, list):
+                raise ServiceError(f"API server {self.cluster.url}: the list of pods has no items (status {status})")
+            found += [self._handle(pod) for pod in items]
+            more = str((body.get("metadata") or {}).get("continue") or "")
+            if not more:
+                return found
 
     async def proof(self, handle: Handle, deadline_s: float) -> EndProof:
         name = self._name(handle)
@@ -150,7 +179,9 @@ class KubernetesLauncher:
             return EndProof(
                 gone=True, evidence=f"the API server has no pod {name}" + (f" with uid {uid}" if uid else "")
             )
-        state, meta = pod.get("status", {}), pod["metadata"]
+        state, meta = pod.get("status") or {}, pod["metadata"]
+        if ended := _terminated(pod):
+            return EndProof(gone=True, evidence=f"pod {name} (uid {meta['uid']}): {ended}")
         leaving = f", being deleted since {meta['deletionTimestamp']}" if meta.get("deletionTimestamp") else ""
         node = pod.get("spec", {}).get("nodeName") or "no node yet"
         phase = state.get("phase", "phase unknown")
@@ -159,7 +190,7 @@ class KubernetesLauncher:
     async def end(self, handle: Handle, deadline_s: float) -> EndProof:
         until = time.monotonic() + deadline_s
         pod = await self._pod(handle, deadline_s)
-        if pod is not None:
+        if pod is not None:  # also when its container has ended: the object would be a leftover
             body = {"gracePeriodSeconds": GRACE_S, "preconditions": {"uid": pod["metadata"]["uid"]}}
             # 404 and 409 (another uid by now) both mean that this pod is no more; the look below says so
             await self._call("DELETE", f"{self.path}/{self._name(handle)}", body, max(1.0, until - time.monotonic()))
@@ -177,6 +208,8 @@ class KubernetesLauncher:
         status, pod = await self._call("GET", f"{self.path}/{self._name(handle)}", None, deadline_s)
         if status == 404:
             return None
+        if status != 200:
+            raise ServiceError(f"API server {self.cluster.url}: a look at a pod answered {status}: {_said(pod)}")
         known = self._handle(pod)
         wanted = handle.ref.get("uid")
         if wanted and known.ref["uid"] != wanted:
@@ -201,27 +234,37 @@ class KubernetesLauncher:
             raise Rl360Error(f"launcher kubernetes: no token in {self.cluster.token_path} ({error.strerror})") from None
 
     async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> tuple[int, dict[str, Any]]:
-        """Status 200-299, 404 or 409, and the body. Tries again what may pass (429, 5xx, no answer, one fresh token)
-        until the deadline; create and delete are safe to repeat by name and uid."""
+        """Status 200-299, 404, 409 or 410, and the body. Tries again what may pass (429, 5xx, no answer, one fresh
+        token) until the deadline; create and delete are safe to repeat by name and uid. A 404 is the API server's own
+        word that there is no such object: whatever else answers at that address must not prove an end."""
         until = time.monotonic() + deadline_s
         verify: Any = httpx.create_ssl_context(verify=str(self.cluster.ca_path)) if self.cluster.ca_path else True
         denied = 0
         async with httpx.AsyncClient(verify=verify, trust_env=False) as http:
             for attempt in range(1, 1000):
-                wait_s = min(5.0, 0.2 * 2**attempt)
+                wait_s = min(5.0, 0.2 * 2**attempt) * random.uniform(0.75, 1.0)
+                limit_s = max(0.1, min(CALL_S, until - time.monotonic()))
                 try:
-                    reply = await http.request(
-                        method,
-                        self.cluster.url + path,
-                        content=None if body is None else orjson.dumps(body),
-                        headers={"authorization": f"Bearer {self._token()}", "content-type": "application/json"},
-                        timeout=max(0.1, min(CALL_S, until - time.monotonic())),
-                    )
-                except httpx.HTTPError as error:
+                    async with asyncio.timeout(limit_s + 0.5):  # an answer byte by byte misses no read's deadline
+                        reply = await http.request(
+                            method,
+                            self.cluster.url + path,
+                            content=None if body is None else orjson.dumps(body),
+                            headers={"authorization": f"Bearer {self._token()}", "content-type": "application/json"},
+                            timeout=limit_s,
+                        )
+                except (httpx.HTTPError, TimeoutError) as error:
                     problem = f"no answer ({type(error).__name__})"
                 else:
-                    if reply.is_success or reply.status_code in (404, 409):
-                        return reply.status_code, self._json(reply)
+                    if reply.is_success or reply.status_code in (404, 409, 410):
+                        said = self._json(reply)
+                        kind = said.get("kind"), said.get("reason")
+                        if reply.status_code == 404 and kind != ("Status", "NotFound"):
+                            raise ServiceError(
+                                f"API server {self.cluster.url}: {method} {path} answered 404 and not as Kubernetes "
+                                f"does: {reply.text[:80]!r}"
+                            )
+                        return reply.status_code, said
                     problem = f"answered {reply.status_code}: {_message(reply)}"
                     denied += reply.status_code == 401
                     self._refuse(method, reply, problem, denied)
@@ -236,6 +279,8 @@ class KubernetesLauncher:
         where = f"API server {self.cluster.url}: {method} pods"
         if reply.status_code == 401 and denied > 1:
             raise ServiceError(f"{where} {problem}; the token in {self.cluster.token_path} is not taken")
+        if reply.status_code == 403 and "exceeded quota" in problem:
+            raise ServiceError(f"{where} {problem}; started when the quota of {self.cluster.namespace} has room")
         if reply.status_code == 403:
             raise Rl360Error(
                 f"{where} {problem}; the service account needs create, get, list and delete on pods in "
@@ -258,8 +303,48 @@ def _message(reply: httpx.Response) -> str:
     try:
         body = orjson.loads(reply.content)
     except orjson.JSONDecodeError:
-        body = {}
-    return str(body.get("message") if isinstance(body, dict) else reply.text)[:200]
+        body = None
+    return _said(body) if isinstance(body, dict) else reply.text[:200]
+
+
+def _said(body: Mapping[str, Any]) -> str:
+    return str(body.get("message") or body.get("reason") or "no message")[:200]
+
+
+def _engine_state(pod: Mapping[str, Any]) -> dict[str, Any]:
+    """What the kubelet says of the container `engine`: one of waiting, running, terminated; empty before it says."""
+    told = (pod.get("status") or {}).get("containerStatuses") or []
+    return next((item.get("state") or {} for item in told if item.get("name") == "engine"), {})
+
+
+def _terminated(pod: Mapping[str, Any]) -> str:
+    """How the container ended, by the kubelet's word; empty when it doesn't say so. It is never started again in this
+    pod. A phase alone proves nothing: controllers set it for nodes that they lost sight of, and a kubelet that finds no
+    trace of the container says ContainerStatusUnknown."""
+    ended = _engine_state(pod).get("terminated") or {}
+    if not ended.get("finishedAt") or ended.get("reason") == "ContainerStatusUnknown":
+        return ""
+    return f"container engine ended at {ended['finishedAt']}: {ended.get('reason')}, exit code {ended.get('exitCode')}"
+
+
+def _progress(pod: Mapping[str, Any]) -> dict[str, Any]:
+    """`running`, `state` and `detail` of a start."""
+    status, engine = pod.get("status") or {}, _engine_state(pod)
+    if engine.get("running"):
+        return {"running": True, "state": "Running", "detail": f"on {pod['spec'].get('nodeName')}"}
+    phase = str(status.get("phase") or "Pending")
+    conditions = status.get("conditions") or []
+    unmet = [item for item in conditions if item.get("type") == "PodScheduled" and item.get("status") == "False"]
+    why = engine.get("waiting") or (unmet[0] if unmet else {})
+    reason = why.get("reason") or status.get("reason") or ""
+    state = f"{phase} ({reason})" if reason else phase
+    return {
+        "running": False,
+        "state": state,
+        # refused or evicted by its node, or an init container failed
+        "failed": f"{state}: {status.get('message') or ''}"[:200] if phase in ("Failed", "Succeeded") else "",
+        "detail": f"{phase} {reason}: {str(why.get('message') or '')[:160]}".strip(": "),
+    }
 
 
 def _retry_after_s(reply: httpx.Response, default_s: float) -> float:

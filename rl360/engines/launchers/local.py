@@ -20,7 +20,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl360.config.services import Services
-from rl360.engines.launchers.base import Handle, Start
+from rl360.engines.launchers.base import Handle, Start, last_line
 from rl360.engines.processes import EndProof, ProcessTree, boot_id, end_tree, proof_of_end, tree_of_pid
 from rl360.errors import CorruptObject, Rl360Error, ServiceError
 
@@ -36,6 +36,9 @@ class SupervisedLauncher:
 
     kind = "supervised"
     starts = False
+
+    def port_of(self, number: int) -> int:
+        return 13_000 + number  # not asked: whoever adds one looks for a free port
 
     async def start(self, start: Start, deadline_s: float) -> Handle:
         raise ServiceError(f"{start.name} is started by the supervisor of `rl360 up`, not by the fleet")
@@ -112,7 +115,7 @@ class LocalLauncher(SupervisedLauncher):
         env = {name: value for name, value in os.environ.items() if name != "RL360_INCARNATION"}
         env |= {MARK_ENV: f"{self.home}:{start.mark}", INSTANCE_ENV: self._instance(), SERVICE_ENV: start.name}
         env |= {"RL360_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        log_path = self.home / "logs" / f"{start.name}.log"
+        log_path = self._log(start.name)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         record = _Record(port=start.port, boot_id=boot_id())
         self._write(start.mark, record)
@@ -165,6 +168,14 @@ class LocalLauncher(SupervisedLauncher):
             leader = next((tree for pid in pids if (tree := tree_of_pid(pid)) and tree.group == pid), None)
             record = record.model_copy(update={"process": leader})
         return None if proof_of_end(record.process).gone else self._handle(mark, record)
+
+    async def locate(self, handle: Handle, deadline_s: float) -> Handle:
+        """Its processes run from the start on; `detail` is the last line of its log."""
+        said = await asyncio.to_thread(last_line, self._log(handle.mark.rpartition("-")[0]))
+        return handle.model_copy(update={"running": True, "state": "loading", "detail": said})
+
+    def _log(self, name: str) -> Path:
+        return self.home / "logs" / f"{name}.log"
 
     async def find(self, deadline_s: float) -> list[Handle]:
         def look() -> list[Handle]:

@@ -4,7 +4,7 @@ The job is `infra/slurm/engine.sh` (or `slurm/engine.sh` in the home); the engin
 nothing is pasted into shell text. One start is one job with a name of its own that is not requeued. Proof of an end:
 squeue lists the job no more (one whose processes still end is COMPLETING and listed) and sacct calls it ended: by
 itself, by scancel or by a limit; or neither knows a job of that name. NODE_FAIL and its like say that Slurm lost sight
-of the node, not that the processes are gone.
+of the node, not that the processes are gone. Jobs may share a node, so each engine of the fleet has a port of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from rl360.config.services import Services
-from rl360.engines.launchers.base import Handle, Start, fleet_id
+from rl360.engines.launchers.base import Handle, Start, fleet_id, last_line
 from rl360.engines.processes import EndProof
 from rl360.errors import Rl360Error, ServiceError
 
@@ -38,6 +38,10 @@ class SlurmLauncher:
         self.fleet = fleet_id(services)
         own = self.home / "slurm" / "engine.sh"
         self.script = own if own.is_file() else SCRIPT
+
+    def port_of(self, number: int) -> int:
+        """Ten apart, below the ports that hosts give to outgoing connections."""
+        return 13_000 + 10 * (number % 1900)
 
     def _job(self, mark: str) -> str:
         return f"rl360-{self.fleet}-{mark}"
@@ -68,15 +72,23 @@ class SlurmLauncher:
         return found
 
     async def locate(self, handle: Handle, deadline_s: float) -> Handle:
-        """Running on a node: its URL."""
+        """Running on a node: its URL. `detail` is the last line of its log, while it waits the controller's reason."""
         job, port = handle.ref.get("job"), handle.ref.get("port")
-        if not job or not port:
+        if not job:
             return handle
-        text = await self._run(["squeue", "--noheader", f"--jobs={job}", "--format=%T|%N"], deadline_s, unknown_ok=True)
-        state, _, node = text.strip().partition("|")
-        if state != "RUNNING" or not node or any(mark in node for mark in ",["):
-            return handle
-        return handle.model_copy(update={"url": f"http://{node}:{port}"})
+        flags = ["--noheader", f"--jobs={job}", "--format=%T|%N|%r"]
+        text = await self._run(["squeue", *flags], deadline_s, unknown_ok=True)
+        state, node, why = [*text.strip().split("|"), "", ""][:3]
+        if not state:
+            return handle.model_copy(update={"failed": f"squeue lists job {job} no more"})
+        told: dict[str, object] = {"state": state, "detail": f"{state} ({why})" if why not in ("", "None") else state}
+        if state == "RUNNING":
+            told["running"] = True
+            log = self.home / "logs" / f"{handle.mark.rpartition('-')[0]}-{job}.log"
+            told["detail"] = await asyncio.to_thread(last_line, log)
+            if port and node and not any(mark in node for mark in ",["):
+                told["url"] = f"http://{node}:{port}"
+        return handle.model_copy(update=told)
 
     async def _number(self, handle: Handle, deadline_s: float) -> str:
         """The job's number; by its name when the answer of sbatch was lost. Empty when Slurm knows no such job."""
@@ -138,9 +150,11 @@ class SlurmLauncher:
         try:
             out, err = await asyncio.wait_for(process.communicate(), limit_s)
         except TimeoutError:
-            process.kill()
-            await process.wait()
             raise ServiceError(f"{argv[0]} did not end within {limit_s:g} s; is Slurm's controller up?") from None
+        finally:
+            if process.returncode is None:  # past its time, or the keeper stops
+                process.kill()
+                await process.wait()
         if process.returncode:
             said = err.decode(errors="replace").strip()
             if unknown_ok and ("Invalid job id" in said or "already completing or completed" in said):
