@@ -8,8 +8,10 @@ with its full name: a stand-in never computes a wrong number.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -112,6 +114,8 @@ def start_children_by_fork() -> None:
 
     Each spends its first 9 CPU-seconds importing what the parent has imported already. Without CUDA a fork is safe (no
     compute threads run yet), takes a start from 26 to 9 CPU-seconds, and lets the processes share those pages.
+    On a CPU each flush of the KV cache collects garbage: what was imported is left out of it, or every push would walk
+    (and copy) all of it while the engine is paused.
     """
     original = multiprocessing.set_start_method
 
@@ -119,3 +123,4 @@ def start_children_by_fork() -> None:
         original("fork" if method == "spawn" else method, force=force)
 
     multiprocessing.set_start_method = forking  # type: ignore[assignment]
+    os.register_at_fork(before=gc.freeze)
