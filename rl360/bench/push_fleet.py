@@ -1,6 +1,6 @@
 """Real engines behind a real gateway for the push benchmark and the tests that kill engines: a tiny mixture of experts.
 
-`Fleet` starts SGLang processes that can be killed and started again at the same URL, and the gateway before them. The
+`Fleet` has SGLang processes that can be killed and started again at the same URL, and the gateway before them. The
 weights come from this process (`SentWeights`), by the transports of the trainer, so that a push carries new weights
 without training; the store is a folder of this process alone (`FolderStore`), so that nothing else has to run.
 """
@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from rl360.bench.nursery import Nursery
 from rl360.bench.processes import LOOPBACK, free_port
 from rl360.config.run import PushConfig
 from rl360.config.services import Services
-from rl360.engines.processes import end_tree, tree_of_pid
+from rl360.engines.processes import ProcessId, alive, end_tree, tree_of_pid
 from rl360.errors import Rl360Error
 from rl360.weights.messages import ChecksumReply, PushPlan, PushRecord, TransferReport
 from rl360.weights.push import push
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 EXPERTS, LAYERS = 8, 2
 READY_S = 420.0  # several engines start on few cores
-ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "RL360_TOKEN_FILE": ""}
 
 
 def write_moe(folder: Path, hidden: int = 64) -> None:
@@ -178,26 +178,20 @@ class EngineProcess:
     port: int
     argv: list[str]
     log: Path
-    running: subprocess.Popen[bytes] | None = None
+    nursery: Nursery
+    process: ProcessId | None = None
 
     @property
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.port}"
 
     def start(self) -> None:
-        with self.log.open("ab") as output:
-            self.running = subprocess.Popen(
-                self.argv,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENGINE_ENV},
-                start_new_session=True,
-            )
+        self.process = self.nursery.start(self.argv, self.log)
 
     def wait(self, deadline_s: float = READY_S) -> None:
         until = time.monotonic() + deadline_s
         while not answers(f"{self.url}/server_info"):
-            if self.running is None or self.running.poll() is not None:
+            if not self.alive:
                 raise Rl360Error(f"engine at {self.url} ended: {self.log.read_text()[-2000:]}")
             if time.monotonic() > until:
                 raise Rl360Error(f"engine at {self.url} not ready within {deadline_s:g} s")
@@ -205,19 +199,18 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        return self.running is not None and self.running.poll() is None
+        return self.process is not None and alive(self.process)
 
     def strike(self, how: signal.Signals) -> None:
         """SIGKILL, SIGSTOP or SIGCONT to the whole tree."""
-        tree = tree_of_pid(self.running.pid) if self.running is not None else None
+        tree = tree_of_pid(self.process.pid) if self.process is not None and self.alive else None
         for member in tree.members if tree else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.pid, how)
 
     def end(self) -> None:
-        if self.running is not None:
-            asyncio.run(end_tree(tree_of_pid(self.running.pid), 15.0))
-            self.running.wait(timeout=15)
+        if self.process is not None and self.alive:
+            asyncio.run(end_tree(tree_of_pid(self.process.pid), 15.0))
 
 
 @dataclass
@@ -298,19 +291,12 @@ def fleet(home: Path, count: int = 3, hidden: int = 64, bucket_bytes: int = 1 <<
     """`count` engines that answer, and a gateway that knows none of them yet."""
     model_dir = home / "model"
     write_moe(model_dir, hidden)
-    engines = []
+    nursery, engines = Nursery(home / "nursery.log"), []
     for number in range(count):
         port = free_port()
-        argv = [sys.executable, "-m", "rl360.engines.launch", "--model", str(model_dir), "--port", str(port)]
-        argv += [
-            "--max-total-tokens",
-            "4096",
-            "--max-running-requests",
-            "16",
-            "--weights-dir",
-            str(home / f"w{number}"),
-        ]
-        engines.append(EngineProcess(port, argv, home / f"engine-{number}.log"))
+        argv = ["--model", str(model_dir), "--port", str(port), "--max-total-tokens", "4096"]
+        argv += ["--max-running-requests", "16", "--weights-dir", str(home / f"w{number}")]
+        engines.append(EngineProcess(port, argv, home / f"engine-{number}.log", nursery))
     port = free_port()
     with (home / "gateway.log").open("wb") as log:
         gateway = subprocess.Popen(gateway_argv(port, free_port()), stdout=log, stderr=subprocess.STDOUT)
@@ -328,6 +314,7 @@ def fleet(home: Path, count: int = 3, hidden: int = 64, bucket_bytes: int = 1 <<
             engine.end()
         gateway.terminate()
         gateway.wait(timeout=15)
+        nursery.close()
 
 
 def generate(

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from rl360.weights.transports.broadcast import BroadcastTransport
 pytestmark = pytest.mark.contract
 
 CONFIG = PushConfig(call_deadline_s=20, bucket_bytes=256 << 10)
+SMALL_BUCKETS = CONFIG.model_copy(update={"bucket_bytes": 16 << 10})
 PROMPT = [11, 12, 13, 14, 15, 16]
 
 
@@ -52,7 +53,6 @@ class HeldWeights:
         for path in sorted(Path(model_dir).glob("*.safetensors")):
             self.tensors.update({name: t.to(torch.bfloat16) for name, t in load_file(path).items()})
         self.senders = Senders()
-        self.before: Callable[[PushPlan], None] | None = None
 
     def change(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -70,8 +70,6 @@ class HeldWeights:
         )
 
     async def transfer(self, plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
-        if self.before is not None:
-            self.before(plan)
         return await asyncio.to_thread(self.senders.transfer, plan, self.tensors)
 
     async def prepare(self, plan: PushPlan, deadline_s: float | None = None) -> None:
@@ -87,9 +85,10 @@ class Rig:
         self.run = f"push-{uuid.uuid4().hex[:8]}"
         self.weights = HeldWeights(services.model_dir)
 
-    def push(self, step: int, transport: str = "broadcast") -> PushRecord:
+    def push(self, step: int, transport: str = "broadcast", config: PushConfig = CONFIG) -> PushRecord:
         self.weights.change(step)
-        version, config = f"{self.run}:{step + 1}", CONFIG.model_copy(update={"transport": transport})
+        config = config.model_copy(update={"transport": transport})
+        version = f"{self.run}:{step + 1}"
         return asyncio.run(push(self.store, self.services, self.run, step, version, self.weights, config))
 
     def again(self, step: int) -> PushRecord:
@@ -145,7 +144,7 @@ def rig(services: Services) -> Iterator[Rig]:
         patch.setenv("RL360_HOME", services.home)  # this process pushes, and writes files, as one of it
         yield made
         # other tests sample from these engines: with the model they were started with, not with noise
-        made.weights.tensors, made.weights.before = HeldWeights(services.model_dir).tensors, None
+        made.weights.tensors = HeldWeights(services.model_dir).tensors
         made.wait_for_all(180)
         version = f"{made.run}:100"
         asyncio.run(push(made.store, services, made.run, 99, version, made.weights, CONFIG))
@@ -210,8 +209,7 @@ def push_and_die(services: Services, run: str) -> None:
 
     weights = HeldWeights(services.model_dir)
     weights.senders = cast(Any, Dying())
-    config = CONFIG.model_copy(update={"bucket_bytes": 16 << 10})
-    asyncio.run(push(ObjectStore.from_services(services), services, run, 4, f"{run}:5", weights, config))
+    asyncio.run(push(ObjectStore.from_services(services), services, run, 4, f"{run}:5", weights, SMALL_BUCKETS))
 
 
 def test_push_killed_by_its_process_is_taken_over(rig: Rig) -> None:
@@ -263,21 +261,26 @@ def test_push_from_the_real_trainer(rig: Rig, transport: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_engine_lost_in_mid_push_is_fenced_and_the_rest_completes(rig: Rig, how: signal.Signals) -> None:
+def test_engine_lost_in_mid_push_is_fenced_and_the_rest_completes(
+    rig: Rig, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.wait_for_all(180)
-    rig.weights.before = None
     step = 10 + int(how)
     rig.push(step)
     bad = rig.probes()[0].identity
     assert bad is not None and bad.process is not None
     members = bad.process.members
+    original, sent = BroadcastTransport._send, []
 
-    def strike(plan: PushPlan) -> None:
-        rig.weights.before = None
-        threading.Timer(0.05, lambda: [os.kill(member.pid, how) for member in members]).start()
+    def send(self: BroadcastTransport, bucket: Bucket, *args: Any) -> None:
+        sent.append(bucket)
+        if len(sent) == 2:  # one is in the engines
+            for member in members:
+                os.kill(member.pid, how)
+        original(self, bucket, *args)
 
-    rig.weights.before = strike
-    record = rig.push(step + 1)
+    monkeypatch.setattr(BroadcastTransport, "_send", send)
+    record = rig.push(step + 1, config=SMALL_BUCKETS)
     lost, *rest = record.engines
     assert (lost.identity.url, lost.state) == (bad.url, EngineState.GONE)
     assert proof_of_end(bad.process).gone
