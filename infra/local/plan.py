@@ -60,6 +60,7 @@ class UpOptions(BaseModel):
     ports: dict[str, int] = Field(default_factory=lambda: dict(DEFAULT_PORTS))
     only: tuple[str, ...] = ()
     seed: int = 0
+    start_s: float = Field(300.0, gt=0)
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ def _engines(options: UpOptions) -> list[Spec]:
                 port=port,
                 ports=(port,),
                 probe=Probe("http", f"http://{LOOPBACK}:{port}/ping"),
-                start_deadline_s=300.0,
+                start_deadline_s=options.start_s,
                 memory_bytes=1100 * MIB,
                 heavy=True,
             )
@@ -327,7 +328,7 @@ def _fleet(options: UpOptions) -> Spec:
     """The engines' keeper. What it starts outlives it, and ends with the instance."""
     return Spec(
         name="fleet",
-        argv=(sys.executable, "-m", "rl360.cli", "fleet", "keep"),
+        argv=(sys.executable, "-m", "rl360.cli", "fleet", "keep", "--start-s", f"{options.start_s:g}"),
         probe=Probe("fresh", f"{options.home}/fleet.json"),
         after=("s3", "gateway"),
         start_deadline_s=60.0,

@@ -70,6 +70,7 @@ def up(
     only: Annotated[str, typer.Option(help="Start only these services, e.g. engine-0,gateway.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait until everything is ready.")] = 420.0,
     seed: Annotated[int, typer.Option(help="Seed of the engines' samplers.")] = 0,
+    start_s: Annotated[float, typer.Option(min=1, help="Seconds an engine has to load its model.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print services.json when ready.")] = False,
 ) -> None:
     """Start the services and wait until they are ready. Starting twice is fine.
@@ -98,6 +99,7 @@ def up(
         ports=port_table(port_base, _port_choices(ports or [])),
         only=tuple(part for part in only.split(",") if part),
         seed=seed,
+        start_s=start_s,
     )
     state = bring_up(options, timeout)
     if as_json:

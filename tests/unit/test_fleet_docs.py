@@ -44,4 +44,4 @@ def test_the_service_is_what_the_page_calls_it() -> None:
     secrets = Secrets(token="t" * 32, s3_access_key="a", s3_secret_key="s")
     specs = build_specs(UpOptions(home="/h", model_dir="/m"), secrets, "i")
     (spec,) = [spec for spec in specs if spec.name == "fleet"]
-    assert spec.argv[2:] == ("rl360.cli", "fleet", "keep") and not spec.sweep
+    assert spec.argv[2:] == ("rl360.cli", "fleet", "keep", "--start-s", "300") and not spec.sweep
