@@ -15,13 +15,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from rl360.engines.client import EngineRefused, open_http
 from rl360.errors import BadInput, ServiceError, StoreUnavailable
 from rl360.weights.checksum import raw_bytes, tensor_specs
-from rl360.weights.delta import Files, Held, Weights, open_folder, write_version
+from rl360.weights.delta import Files, Held, StoreFolder, Weights, open_folder, write_version
 from rl360.weights.messages import PushPlan, TransferReport, Transport
 from rl360.weights.transports.common import (
     Engine,
@@ -159,7 +160,13 @@ class DiskTransport:
         self._written.setdefault(str(plan.folder), []).append(files)
 
     def _sweep(self, folder: str) -> None:
-        """Delete what this process wrote for older pushes, but for the last one's."""
+        """Delete what was written for older versions of the run, but for the last one's; at this process's first push
+        also what an earlier process left. Engines fetch a version while it is pushed and keep copies of their own."""
+        if not self._written:
+            try:
+                self._written = {each: [open_folder(each)] for each in _older(folder)}
+            except (StoreUnavailable, OSError) as error:
+                log.warning("older versions beside %s are not looked for: %s", folder, error)
         old = [each for each in self._written if each != folder]
         for each in old[:-1]:
             try:
@@ -225,6 +232,19 @@ async def _leave(engine: Engine, groups: tuple[str, ...]) -> None:
     except EngineRefused as error:
         if "no weight-update session" not in str(error):
             raise
+
+
+def _older(folder: str) -> list[str]:
+    """Folders of the run's earlier versions, which lie beside this one under their numbers; oldest first."""
+    above, _, number = folder.rstrip("/").rpartition("/")
+    beside = open_folder(above)
+    if isinstance(beside, StoreFolder):
+        names = beside.store.list_folders(beside.prefix)
+    else:
+        names = [path.name for path in Path(above).glob("*") if path.is_dir()]
+    return [
+        f"{above}/{name}" for name in sorted(names) if name.isdecimal() and len(name) == len(number) and name < number
+    ]
 
 
 def _folder(plan: PushPlan, base_version: str | None) -> str:
