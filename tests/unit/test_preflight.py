@@ -238,7 +238,7 @@ def test_no_flow_run_is_made_for_what_is_refused(tmp_path: Path) -> None:
 def test_not_followed_is_not_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The flow run's id and address, what it waits for, and how to see how it goes."""
     ahead = flow_run("RUNNING", parameters={"config": {"run": "other"}})
-    answers = [(200, [ahead]), (404, {}), (404, {}), (200, {"id": "d"}), (200, flow_run("SCHEDULED"))]
+    answers = [(200, [ahead]), (404, {}), (404, {}), (404, {}), (200, {"id": "d"}), (200, flow_run("SCHEDULED"))]
     with prefect(*answers) as (url, asked):
         launch(services_of_prefect(tmp_path, url), RunConfig(), follow=False)
     assert asked[-1][0] == "/deployments/d/create_flow_run"
@@ -348,3 +348,15 @@ def test_a_fork_of_another_shape_or_with_a_made_up_parent(parent: MemoryStore, m
     with pytest.raises(BadInput, match="the checkpoint of step 9 of r1 says; use `rl360 run fork r1 f1`"):
         check_start(cast(Any, parent), services_at(model), forged)
     assert run_config_key("f1") not in parent.objects
+
+
+def test_a_defect_in_asking_is_no_silence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a service did not say is not judged; what we did wrong must not look like that."""
+
+    def broken(_: Any) -> Any:
+        raise ValueError("a defect")
+
+    with server(SESSIONS) as sessions:
+        monkeypatch.setattr(preflight.orjson, "loads", broken)
+        with pytest.raises(ValueError, match="a defect"):
+            preflight._ask([f"{sessions}/health"])
