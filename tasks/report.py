@@ -11,16 +11,19 @@ from typing import Any
 import httpx
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
+from prefect.events import emit_event
 
 from rl360 import step_work
 from rl360.config.run import RunConfig
 from rl360.errors import ServiceError
+from rl360.report.alerts import cache_fall
 from rl360.report.figures import run_figures
 from rl360.report.markdown import ARTIFACT_DPI, step_markdown
 from rl360.step_work import Produced
 from rl360.store.manifest import Manifest, read_manifest
 from tasks.durable import RULES, Job, once
 
+CACHE_FELL = "rl360.run.cache-hit-rate"  # the event's name, for automations
 _READERS = 8
 
 
@@ -32,7 +35,18 @@ def report(config: RunConfig, step: int) -> Manifest:
 
 def _report(job: Job) -> Produced:
     produced, ledger = step_work.close_books(job.store, job.config, job.step)
-    markdown = step_markdown(ledger, run_figures([*_earlier(job), produced.info], dpi=ARTIFACT_DPI))
+    earlier = _earlier(job)
+    fall = cache_fall(earlier, produced.info)
+    if fall is not None:
+        job.log.warning("%s", fall)
+        emit_event(
+            event=CACHE_FELL,
+            resource={"prefect.resource.id": f"rl360.run.{job.run}", "prefect.resource.name": job.run},
+            payload=fall.payload() | {"step": job.step},
+        )
+    figures = run_figures([*earlier, produced.info], dpi=ARTIFACT_DPI)
+    warnings = [] if fall is None else [str(fall)]
+    markdown = step_markdown(ledger, figures, warnings=warnings)
     try:
         create_markdown_artifact(
             key=f"{job.run}-step-{job.step:06}",

@@ -17,8 +17,9 @@ PICTURE_BUDGET_BYTES = 300 * 1024
 ARTIFACT_DPI = 80
 
 
-def step_markdown(ledger: StepLedger, figures: Mapping[str, bytes]) -> str:
-    """Markdown of one step. `figures`: PNG bytes by name (`run_figures(steps, dpi=ARTIFACT_DPI)`).
+def step_markdown(ledger: StepLedger, figures: Mapping[str, bytes], warnings: Sequence[str] = ()) -> str:
+    """Markdown of one step. `figures`: PNG bytes by name (`run_figures(steps, dpi=ARTIFACT_DPI)`); `warnings` stand
+    above all else.
 
     Pictures are inlined as base64 in the order given while they fit into 300 KB together; one that does not is named.
     """
@@ -27,6 +28,7 @@ def step_markdown(ledger: StepLedger, figures: Mapping[str, bytes]) -> str:
         part
         for part in (
             f"# {ledger.run}, step {ledger.step}",
+            *(f"**Warning**: {warning}" for warning in warnings),
             _reward(step),
             _attempts(step),
             _losses(step["losses_by_cause"]),
