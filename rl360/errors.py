@@ -48,5 +48,9 @@ class EngineChurn(Rl360Error):
     """The engine set changed under a push. Safe to retry: the plan is rebuilt for the new set."""
 
 
+class InfraLosses(Rl360Error):
+    """A step lost more attempts to infrastructure than its config allows. Not retried; a person resumes."""
+
+
 class CleanupUnconfirmed(Rl360Error):
     """Receivers of an earlier push are not proven gone. Never retried; a person confirms and resumes."""

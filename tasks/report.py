@@ -14,6 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 
 from rl360 import step_work
+from rl360.agents.budgets import quarantined
 from rl360.config.run import RunConfig
 from rl360.errors import ServiceError
 from rl360.report.alerts import cache_fall
@@ -46,7 +47,7 @@ def _report(job: Job) -> Produced:
         )
     figures = run_figures([*earlier, produced.info], dpi=ARTIFACT_DPI)
     warnings = [] if fall is None else [str(fall)]
-    markdown = step_markdown(ledger, figures, warnings=warnings)
+    markdown = step_markdown(ledger, figures, quarantined(job.store, job.run), warnings=warnings)
     try:
         create_markdown_artifact(
             key=f"{job.run}-step-{job.step:06}",

@@ -128,6 +128,8 @@ def advice(run: str, name: str, newest: saved.CheckpointManifest | None) -> str:
         "WitnessDisagrees": f"{as_is}: gradients and books disagree, which is evidence of a fault in rl360; {before}",
         "ReplayMismatch": f"{as_is}: start the trainer with the processes, threads and machine type that the "
         f"step was recorded on, then {resume}; or {before}",
+        "InfraLosses": f"nothing committed is lost; mend what lost the attempts, then {resume}; what was lost for good "
+        "stays lost unless -s rollout.infra_retries is raised",
         "CleanupUnconfirmed": f"nothing committed is lost; do what it says, see `rl360 fleet status`, then {resume}",
         "Cancelled": f"nothing committed is lost, go on with {resume}",
         "Failed": "rl360 does not expect this error (its traceback is in the flow run's logs); nothing committed is "

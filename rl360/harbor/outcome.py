@@ -1,13 +1,28 @@
-"""How an attempt ended, and what that makes it: one function from (exit status, verification) to an `Outcome`."""
+"""How an attempt ended, and what that makes it: one function from (exit status, verification) to an `Outcome`.
+
+`MEANINGS` is the one table of what exit statuses mean: those of this server, and those that other `/run` servers and
+the harnesses behind them use. A status that is not in it is `unclassified` and counted by its name.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 from rl360.harbor.verdict import Verdict
-from rl360.ledger.outcomes import Outcome
+from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 
 PASS_REWARD = 1.0
+
+
+class Boundary(StrEnum):
+    """On whose side an attempt was lost: where to look first."""
+
+    PROVIDER = "provider"  # what makes sandboxes, and the hosts they run on
+    HARNESS = "harness"  # the agent's program
+    MODEL = "model"  # sessions, gateway, engines
+    VERIFIER = "verifier"  # the task's tests, or its judge
+    OURS = "ours"  # rl360: its queue, its own end, what nobody knows
 
 
 class ExitStatus(StrEnum):
@@ -25,29 +40,64 @@ class ExitStatus(StrEnum):
     GENERATION_ERROR = "GenerationError"
     NO_ENGINE = "NoEngine"
     AGENT_ERROR = "AgentError"
+    INTERNAL_ERROR = "InternalError"
     ABORTED = "Aborted"
 
 
-# the agent's work is on disk and was not cut short by infrastructure: the verifier judges it
-VERIFIED_AFTER = frozenset(
-    {
-        ExitStatus.SUBMITTED,
-        ExitStatus.TURN_LIMIT,
-        ExitStatus.LENGTH_LIMIT,
-        ExitStatus.AGENT_TIMEOUT,
-        ExitStatus.SANDBOX_LIMIT,
-    }
-)
+@dataclass(frozen=True)
+class Meaning:
+    """What an exit status says where there is no verdict. `verified`: the agent's work is on disk and was not cut short
+    by infrastructure, so the verifier judges it, and what kept it from that is the outcome unless the status has one of
+    its own (`ends`)."""
 
-WITHOUT_VERDICT: dict[str, Outcome] = {
-    ExitStatus.AGENT_TIMEOUT: Outcome.AGENT_TIMEOUT,
-    ExitStatus.QUEUE_TIMEOUT: Outcome.SANDBOX_START,
-    ExitStatus.ENV_START: Outcome.SANDBOX_START,
-    ExitStatus.SANDBOX_LOST: Outcome.SANDBOX_LOST,
-    ExitStatus.SESSION_LOST: Outcome.SESSION_LOST,
-    ExitStatus.GENERATION_ERROR: Outcome.GENERATION_ERROR,
-    ExitStatus.NO_ENGINE: Outcome.NO_ENGINE,
-    ExitStatus.ABORTED: Outcome.ABORTED,
+    outcome: Outcome
+    boundary: Boundary
+    verified: bool = False
+    ends: bool = True
+
+
+_DONE = Meaning(Outcome.UNCLASSIFIED, Boundary.OURS, verified=True, ends=False)  # without a verifier's problem: ours
+_LATE = Meaning(Outcome.AGENT_TIMEOUT, Boundary.HARNESS, verified=True)
+_NOT_STARTED = Meaning(Outcome.SANDBOX_START, Boundary.PROVIDER)
+_NO_SESSION = Meaning(Outcome.SESSION_LOST, Boundary.MODEL)
+_BROKEN_AGENT = Meaning(Outcome.UNCLASSIFIED, Boundary.HARNESS)
+
+MEANINGS: dict[str, Meaning] = {
+    ExitStatus.SUBMITTED: _DONE,
+    ExitStatus.TURN_LIMIT: _DONE,
+    ExitStatus.LENGTH_LIMIT: _DONE,
+    ExitStatus.SANDBOX_LIMIT: _DONE,
+    ExitStatus.AGENT_TIMEOUT: _LATE,
+    "TimeLimitExceeded": _LATE,
+    ExitStatus.QUEUE_TIMEOUT: Meaning(Outcome.SANDBOX_START, Boundary.OURS),
+    ExitStatus.ENV_START: _NOT_STARTED,
+    "EnvStartTimeout": _NOT_STARTED,
+    ExitStatus.SANDBOX_LOST: Meaning(Outcome.SANDBOX_LOST, Boundary.PROVIDER),
+    ExitStatus.SESSION_LOST: _NO_SESSION,
+    "NotFoundError": _NO_SESSION,  # of a harness's model client: the session's URL answered 404
+    ExitStatus.GENERATION_ERROR: Meaning(Outcome.GENERATION_ERROR, Boundary.MODEL),
+    ExitStatus.NO_ENGINE: Meaning(Outcome.NO_ENGINE, Boundary.MODEL),
+    "VerifierTimeout": Meaning(Outcome.VERIFIER_TIMEOUT, Boundary.VERIFIER),
+    ExitStatus.AGENT_ERROR: _BROKEN_AGENT,
+    "Error: RuntimeError": _BROKEN_AGENT,
+    ExitStatus.INTERNAL_ERROR: Meaning(Outcome.UNCLASSIFIED, Boundary.OURS),
+    ExitStatus.ABORTED: Meaning(Outcome.ABORTED, Boundary.OURS),
+}
+VERIFIED_AFTER = frozenset(status for status, meaning in MEANINGS.items() if meaning.verified)
+
+BOUNDARIES: dict[Outcome, Boundary] = {
+    Outcome.NO_ENGINE: Boundary.MODEL,
+    Outcome.SANDBOX_START: Boundary.PROVIDER,
+    Outcome.SANDBOX_LOST: Boundary.PROVIDER,
+    Outcome.AGENT_TIMEOUT: Boundary.HARNESS,
+    Outcome.VERIFIER_TIMEOUT: Boundary.VERIFIER,
+    Outcome.VERIFIER_ERROR: Boundary.VERIFIER,
+    Outcome.NO_VERDICT: Boundary.VERIFIER,
+    Outcome.JUDGE_ERROR: Boundary.VERIFIER,
+    Outcome.SESSION_LOST: Boundary.MODEL,
+    Outcome.GENERATION_ERROR: Boundary.MODEL,
+    Outcome.ABORTED: Boundary.OURS,
+    Outcome.UNCLASSIFIED: Boundary.OURS,
 }
 
 RETRYABLE = frozenset(
@@ -63,6 +113,11 @@ RETRYABLE = frozenset(
 )
 
 
+def is_known(exit_status: str) -> bool:
+    """Whether the table says what this status means."""
+    return exit_status in MEANINGS
+
+
 def outcome_of(exit_status: str, verdict: Verdict | None, problem: Outcome | None) -> Outcome:
     """A verdict wins over a status. Without one: a judge that failed, before the agent's own end when it names
     infrastructure (no run may score a timeout that the judge lost), then the verifier's problem; a status nobody knows
@@ -71,10 +126,17 @@ def outcome_of(exit_status: str, verdict: Verdict | None, problem: Outcome | Non
         if exit_status == ExitStatus.LENGTH_LIMIT:
             return Outcome.TRUNCATED
         return Outcome.PASSED if verdict.reward >= PASS_REWARD else Outcome.FAILED
-    if exit_status in VERIFIED_AFTER and problem is Outcome.JUDGE_ERROR:
+    meaning = MEANINGS.get(exit_status)
+    if meaning is None:
+        return Outcome.UNCLASSIFIED
+    if meaning.verified and problem is not None and (problem is Outcome.JUDGE_ERROR or not meaning.ends):
         return problem
-    if exit_status in WITHOUT_VERDICT:
-        return WITHOUT_VERDICT[exit_status]
-    if exit_status in VERIFIED_AFTER and problem is not None:
-        return problem
-    return Outcome.UNCLASSIFIED
+    return meaning.outcome
+
+
+def boundary_of(outcome: Outcome, exit_status: str = "") -> Boundary | None:
+    """On whose side an attempt of this outcome was lost; None when it has a verdict."""
+    if outcome in HAS_VERDICT:
+        return None
+    meaning = MEANINGS.get(exit_status)
+    return meaning.boundary if meaning is not None and meaning.outcome is outcome else BOUNDARIES[outcome]

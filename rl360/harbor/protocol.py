@@ -56,6 +56,7 @@ class RunRequest(BaseModel):
     verifier_timeout_s: float = Field(20.0, gt=0)
     judge: JudgeOrder | None = None
     deadline_s: float = Field(180.0, gt=0, description="the caller waits this long; must cover the parts")
+    resent: bool = Field(False, description="asked before, and the connection broke: it may have begun")
 
 
 class Phases(BaseModel):

@@ -65,8 +65,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class VerifyOrder:
-    """What to verify, whose it is, and the clocks. `key` signs the verdict: the run's (rl360.harbor.verdict). `timed`
-    runs the clock of a phase; `bench` is there for a task with judge terms."""
+    """What to verify, whose it is, and the clocks: `stop_s` says what is left to stop in, `timed` runs the clock of a
+    phase. `key` signs the verdict: the run's (rl360.harbor.verdict); `bench` is there for a task with judge terms."""
 
     task: Task
     workspace: Workspace
@@ -77,6 +77,7 @@ class VerifyOrder:
     limits: SandboxLimits
     timeout_s: float
     start_timeout_s: float
+    stop_s: Callable[[], float]
     timed: Callable[[Literal["verify", "judge"]], AbstractContextManager[None]]
     key: bytes = field(repr=False)
     bench: Bench | None = None
@@ -160,7 +161,7 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
     except SandboxGone as error:
         problem, log = Outcome.VERIFIER_ERROR, str(error)
     finally:
-        stop = await stop_surely(sandbox, stops)
+        stop = await stop_surely(sandbox, stops, order.stop_s())
     if problem is not None:
         return (None, problem, log)
     if not stop.confirmed:

@@ -17,9 +17,14 @@ PICTURE_BUDGET_BYTES = 300 * 1024
 ARTIFACT_DPI = 80
 
 
-def step_markdown(ledger: StepLedger, figures: Mapping[str, bytes], warnings: Sequence[str] = ()) -> str:
-    """Markdown of one step. `figures`: PNG bytes by name (`run_figures(steps, dpi=ARTIFACT_DPI)`); `warnings` stand
-    above all else.
+def step_markdown(
+    ledger: StepLedger,
+    figures: Mapping[str, bytes],
+    quarantined: Mapping[str, Mapping[str, Any]] | None = None,
+    warnings: Sequence[str] = (),
+) -> str:
+    """Markdown of one step. `figures`: PNG bytes by name (`run_figures(steps, dpi=ARTIFACT_DPI)`); `quarantined`: the
+    run's tasks that are not tried any more (rl360.agents.budgets); `warnings` stand above all else.
 
     Pictures are inlined as base64 in the order given while they fit into 300 KB together; one that does not is named.
     """
@@ -32,6 +37,7 @@ def step_markdown(ledger: StepLedger, figures: Mapping[str, bytes], warnings: Se
             _reward(step),
             _attempts(step),
             _losses(step["losses_by_cause"]),
+            _quarantined(ledger.run, quarantined or {}),
             _tokens(step),
             _training(ledger, step),
             _phases(step["phases_s"]),
@@ -85,6 +91,18 @@ def _losses(causes: Sequence[Mapping[str, Any]]) -> str:
         for cause in causes
     ]
     return "## Losses by cause\n" + _table(("cause", "attempts", "seconds", "tokens"), rows)
+
+
+def _quarantined(run: str, tasks: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [
+        (_cell(task), str(said["step"]), str(said["starts"]), _cell(str(said["detail"])[:200]))
+        for task, said in sorted(tasks.items())
+    ]
+    if not rows:
+        return ""
+    table = _table(("task", "since step", "failed starts", "last one"), rows)
+    why = f"Their sandboxes do not start. `rl360 tasks release {run} TASK` tries one again."
+    return f"## Tasks in quarantine\n{why}\n\n{table}"
 
 
 def _tokens(step: Mapping[str, Any]) -> str:

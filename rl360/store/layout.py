@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 
 from rl360.errors import BadInput
 
@@ -69,3 +70,23 @@ def reference_key(run: str) -> str:
 
 def checkpoint_prefix(run: str, step: int) -> str:
     return f"{check_run(run)}/checkpoints/{step:06}/"
+
+
+def reply_key(run: str, attempt_id: str) -> str:
+    """What the sandbox servers answer about an attempt; its claim lies beside it. Clients of other trainers name runs
+    and attempts as they like, or not at all."""
+    folder = run if re.fullmatch(RUN_PATTERN, run) else f"_replies/{_plain(run)}"
+    return f"{folder}/replies/{_plain(attempt_id)}.json"
+
+
+def quarantine_prefix(run: str) -> str:
+    """The run's tasks whose sandboxes do not start, one object each."""
+    return f"{check_run(run)}/quarantine/"
+
+
+def quarantine_key(run: str, task_id: str) -> str:
+    return quarantine_prefix(run) + f"{_plain(task_id)}.json"
+
+
+def _plain(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", text) else sha256(text.encode()).hexdigest()

@@ -17,13 +17,14 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared by the parts of the suite
 from scripted_session import Bash, Say, ScriptedSessions
 
+from rl360.agents.budgets import Budgets, LossShare
 from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
 from rl360.config.run import ObjectiveConfig, RunConfig
 from rl360.config.services import Services
@@ -34,6 +35,7 @@ from rl360.objective.filters import filter_groups
 from rl360.sessions.sample import AttemptRecord
 from tests.contract.test_sandboxes import REASON, REPOSITORY, TOKEN, Server, free_port
 from tests.judge_server import Answer, JudgeServer, completion, judging, score
+from tests.unit.memory_store import MemoryStore
 from tests.unit.objective_data import sample_of, store_samples
 
 pytestmark = [pytest.mark.contract, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
@@ -288,7 +290,9 @@ def roll_out(home: Path, sandbox: str, sessions: str, specs: list[AttemptSpec]) 
     async def go() -> None:
         async with RolloutClient(services, config, 0, 0, "demo:0") as client:
             room = asyncio.Semaphore(4)
-            await asyncio.gather(*(roll_out_slot(client, spec, [], room, keep, mend) for spec in specs))
+            share = LossShare(config.run, 0, config.rollout.max_infra_rate)
+            budgets = Budgets(cast(Any, MemoryStore()), config, 0, share)
+            await asyncio.gather(*(roll_out_slot(client, spec, [], room, keep, mend, budgets) for spec in specs))
 
     asyncio.run(go())
     return sorted(kept, key=lambda record: record.attempt_id)

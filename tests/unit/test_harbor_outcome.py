@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from rl360.harbor.outcome import RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_of
+from rl360.harbor.outcome import (
+    BOUNDARIES,
+    MEANINGS,
+    RETRYABLE,
+    VERIFIED_AFTER,
+    Boundary,
+    ExitStatus,
+    boundary_of,
+    is_known,
+    outcome_of,
+)
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA, Outcome
 from tests.unit.verdict_data import verdict
 
@@ -44,3 +54,38 @@ def test_a_judge_that_failed_is_named_whatever_the_agents_end(status: ExitStatus
 
 def test_what_has_a_verdict_is_not_retried() -> None:
     assert RETRYABLE.isdisjoint(HAS_VERDICT)
+
+
+# every exit status seen of `/run` servers and of the harnesses behind them, and what it is here without a verdict
+IN_THE_WILD = {
+    "Submitted": ("unclassified", "ours"),
+    "TimeLimitExceeded": ("agent_timeout", "harness"),
+    "SequenceLengthLimitExceeded": ("unclassified", "ours"),
+    "AgentError": ("unclassified", "harness"),
+    "AgentTimeout": ("agent_timeout", "harness"),
+    "EnvStartTimeout": ("sandbox_start", "provider"),
+    "VerifierTimeout": ("verifier_timeout", "verifier"),
+    "NotFoundError": ("session_lost", "model"),
+    "Error: RuntimeError": ("unclassified", "harness"),
+}
+
+
+@pytest.mark.parametrize("status", sorted(IN_THE_WILD))
+def test_statuses_seen_in_the_wild_are_in_the_table(status: str) -> None:
+    outcome = outcome_of(status, None, None)
+    assert is_known(status) and (outcome, boundary_of(outcome, status)) == IN_THE_WILD[status]
+
+
+def test_the_table_covers_every_status_and_every_outcome() -> None:
+    assert set(ExitStatus) <= MEANINGS.keys()
+    assert BOUNDARIES.keys() == INFRA, "each has a side to look at, and what has a verdict has none"
+    assert {boundary_of(outcome) for outcome in INFRA} == set(Boundary)
+    assert [boundary_of(outcome, "Submitted") for outcome in sorted(HAS_VERDICT)] == [None] * 3
+    assert all(meaning.outcome in INFRA for meaning in MEANINGS.values()), "no status alone is a verdict"
+
+
+def test_a_status_says_more_than_its_outcome() -> None:
+    assert boundary_of(Outcome.SANDBOX_START, ExitStatus.QUEUE_TIMEOUT) is Boundary.OURS
+    assert boundary_of(Outcome.SANDBOX_START, ExitStatus.ENV_START) is Boundary.PROVIDER
+    assert boundary_of(Outcome.NO_VERDICT, ExitStatus.SUBMITTED) is Boundary.VERIFIER
+    assert boundary_of(Outcome.UNCLASSIFIED, "SomethingNew") is Boundary.OURS and not is_known("SomethingNew")

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from rl360.agents import rollout
+from rl360.agents.budgets import Budgets, LossShare
 from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot, spread
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
@@ -24,6 +26,7 @@ from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack
 from tasks.launch_waves import waves_at_once
 from tasks.roll_out import gravest
+from tests.unit.memory_store import MemoryStore
 from tests.unit.objective_data import sample_of, store_samples
 from tests.unit.verdict_data import TOKEN, verdict
 
@@ -131,6 +134,10 @@ def services_at(home: Path, sandbox: str, sessions: str) -> Services:
     )  # fmt: skip
 
 
+def budgets_of(config: RunConfig) -> Budgets:
+    return Budgets(cast(Any, MemoryStore()), config, 0, LossShare(config.run, 0, config.rollout.max_infra_rate))
+
+
 def roll_out(
     home: Path, url: str, sessions: str | None = None, collect_s: float = 20, **rollout_fields: object
 ) -> list[AttemptRecord]:
@@ -147,7 +154,7 @@ def roll_out(
     async def go() -> None:
         config = RunConfig.parse({"rollout": rollout_fields, "deadlines": {"collect_s": collect_s}})
         async with RolloutClient(services, config, 0, 3, "demo:0") as client:
-            await roll_out_slot(client, SPEC, [], asyncio.Semaphore(1), keep, mend)
+            await roll_out_slot(client, SPEC, [], asyncio.Semaphore(1), keep, mend, budgets_of(config))
 
     asyncio.run(go())
     assert mended == kept[:-1], "each lost try is told of once, before the next"
@@ -331,22 +338,19 @@ def test_a_session_server_that_hangs_up_is_asked_again(
     assert asked.count(path) == 2 and asked.count("/run") == 1
 
 
-def test_a_run_that_may_have_begun_is_never_sent_twice(tmp_path: Path) -> None:
-    """The sandbox server may have sampled, or be another one by now: the try is lost, and a new one is another."""
+def test_a_run_that_may_have_begun_is_asked_for_again_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox server that comes back knows what became of it, or says that it is lost."""
+    monkeypatch.setattr(rollout, "_PAUSE_S", (0.01, 0.02))
     bodies: dict[str, dict] = {}
-    with server((200, run_reply("passed")), stored=(200, stored_at(KEY)), bodies=bodies, hangs_up="/run") as (
-        url,
-        asked,
-    ):
-        first, second = roll_out(tmp_path, url)
-    assert (first.outcome, first.verdict) == (Outcome.SANDBOX_LOST, None)
-    assert "ServerDisconnectedError" in first.detail and asked[:4] == [
-        "/sessions",
-        "/run",
-        "/flush",
-        "/sessions/id-of-a-session/store",
-    ]
-    assert asked.count("/run") == 2 and bodies["/run"]["attempt_id"] == second.attempt_id == "s000000-g000-a00-t1"
+    answer = (200, run_reply("passed"))
+    with server(answer, stored=(200, stored_at(KEY)), bodies=bodies, hangs_up="/run") as (url, asked):
+        (record,) = roll_out(tmp_path, url)
+    assert record.outcome is Outcome.PASSED and record.verdict is not None
+    assert asked == ["/sessions", "/run", "/run", "/sessions/id-of-a-session/store"]
+    assert bodies["/run"]["resent"] is True and bodies["/run"]["attempt_id"] == "s000000-g000-a00-t0"
+    assert bodies["/run"]["deadline_s"] == 280.0, "the reply comes before the client's own deadline of 300 s"
 
 
 def test_a_deadline_is_an_outcome(tmp_path: Path) -> None:
@@ -379,7 +383,7 @@ def test_only_a_lost_try_holds_its_place_until_it_is_stored(tmp_path: Path, outc
             assert room.locked()
 
         async with RolloutClient(services_at(tmp_path, url, url), RunConfig(), 0, 3, "demo:0") as client:
-            await roll_out_slot(client, SPEC, [], room, keep, mend)
+            await roll_out_slot(client, SPEC, [], room, keep, mend, budgets_of(RunConfig()))
 
     with server((200, run_reply(outcome))) as (url, _):
         asyncio.run(go())

@@ -1,0 +1,213 @@
+"""Budgets nest: whatever the parts of an attempt take, its reply comes in time, and an agent that used all of its time
+is verified. In virtual time, over a provider that takes as long as it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rl360.agents.base import AgentContext, AgentEnd
+from rl360.errors import BadInput
+from rl360.harbor.outcome import ExitStatus
+from rl360.harbor.protocol import RunReply, RunRequest
+from rl360.harbor.runner import SLACK_S, Attempt, Prepared, Runner, prepare
+from rl360.harbor.server import Attempts
+from rl360.harbor.task import load_task
+from rl360.sandboxes.provider import ExecResult, SandboxSpec, SandboxStartError, StopProof, Workspace
+from rl360.tasksets.harbor_files import BUILTIN_DIR
+from tests.unit.virtual_time import gate, run_virtual
+
+TASK = load_task(next(path for path in sorted(BUILTIN_DIR.iterdir()) if path.is_dir()))
+QUEUE_S, SETUP_S, AGENT_S, VERIFIER_S = 60.0, 20.0, 60.0, 20.0
+DEADLINE_S = QUEUE_S + SETUP_S + AGENT_S + VERIFIER_S + SLACK_S
+# shares of the slack that a stop and a start have for sure, see rl360.harbor.runner
+STOP_S, START_S, LAST_STOP_S = 6.0, 5.0, 2.0
+
+
+@dataclass
+class Takes:
+    """Seconds of each part; infinity hangs until its own deadline ends it."""
+
+    setup: float = 1.0
+    agent: float = 1.0
+    stop: float = 0.1
+    start: float = 0.1
+    verify: float = 1.0
+    last_stop: float = 0.1
+    remove: float = 0.0
+
+
+class SlowSandbox:
+    def __init__(self, takes: Takes, spec: SandboxSpec) -> None:
+        self.takes, self.spec = takes, spec
+
+    async def exec(self, command: str, timeout_s: float, cap_bytes: int | None = None) -> ExecResult:
+        if not self.spec.with_logs:
+            return ExecResult(0, b"", 0, 0.0)
+        await asyncio.sleep(min(self.takes.verify, timeout_s))
+        late = self.takes.verify > timeout_s
+        if not late:
+            (self.spec.workspace.logs / "reward.txt").write_text("1")
+        return ExecResult(124 if late else 0, b"", 0, 0.0, late)
+
+    async def carry(self, deadline_s: float) -> None:
+        return
+
+    async def stop(self, deadline_s: float = 10.0) -> StopProof:
+        takes = self.takes.last_stop if self.spec.with_logs else self.takes.stop
+        await asyncio.sleep(min(takes, deadline_s))
+        return StopProof(takes <= deadline_s, "seen", takes)
+
+
+@dataclass
+class SlowProvider:
+    folder: Path
+    takes: Takes
+    made: list[SandboxSpec] = field(default_factory=list)
+
+    def refusal(self, _: Any) -> str | None:
+        return None
+
+    async def new_workspace(self, name: str, source: Path | None) -> Workspace:
+        made = Workspace(self.folder / f"w{len(self.made)}")
+        made.files.mkdir(parents=True, exist_ok=True)
+        made.logs.mkdir(exist_ok=True)
+        return made
+
+    async def publish(self, source: Path, digest: str) -> Path:
+        return source
+
+    async def create(self, spec: SandboxSpec) -> SlowSandbox:
+        self.made.append(spec)
+        takes = self.takes.start if spec.with_logs else self.takes.setup
+        await asyncio.sleep(min(takes, spec.start_timeout_s))
+        if takes > spec.start_timeout_s:
+            raise SandboxStartError("not ready", StopProof(True, "gone", 0.0))
+        return SlowSandbox(self.takes, spec)
+
+    async def remove_workspace(self, workspace: Workspace) -> str | None:
+        await asyncio.sleep(self.takes.remove)
+        return None
+
+
+def request_of(name: str = "a", **more: Any) -> RunRequest:
+    parts = {"queue_timeout_s": QUEUE_S, "setup_timeout_s": SETUP_S, "agent_timeout_s": AGENT_S}
+    parts |= {"verifier_timeout_s": VERIFIER_S, "deadline_s": DEADLINE_S, **more}
+    return RunRequest(instance_id=TASK.id, task_dir=str(TASK.path), attempt_id=name, base_url="http://h", **parts)
+
+
+def agent_that_takes(seconds: float) -> Any:
+    async def agent(_: AgentContext) -> AgentEnd:
+        await asyncio.sleep(seconds)
+        return AgentEnd(ExitStatus.SUBMITTED)
+
+    return agent
+
+
+async def carried(provider: SlowProvider, agent: Any) -> tuple[RunReply, float]:
+    """The reply, and how long after the request it came."""
+    loop = asyncio.get_running_loop()
+    request, started = request_of(), loop.time()
+    prepared = Prepared(request, TASK, agent, request.limits, AGENT_S, VERIFIER_S)
+    attempt = Attempt(request)
+    await asyncio.sleep(QUEUE_S)  # all of the queue's time, too
+    reply = await Runner(cast(Any, provider), cast(Any, None), "t" * 16).run(prepared, attempt)
+    return reply, loop.time() - started
+
+
+def test_an_agent_that_uses_all_of_its_time_is_verified(tmp_path: Path) -> None:
+    takes = Takes(*(most - 0.01 for most in (SETUP_S, math.inf, STOP_S, START_S, VERIFIER_S, LAST_STOP_S)))
+    reply, seconds = run_virtual(carried(SlowProvider(tmp_path, takes), agent_that_takes(math.inf)))
+    assert (reply.outcome, reply.exit_status, reply.reward) == ("passed", ExitStatus.AGENT_TIMEOUT, 1.0)
+    assert reply.phases.agent == pytest.approx(AGENT_S) and reply.phases.verify >= VERIFIER_S - 0.1
+    assert seconds <= DEADLINE_S
+
+
+def test_waiting_is_never_agent_time(tmp_path: Path) -> None:
+    """Two attempts on one slot, each with an agent that uses all it has: the second waits for the whole first one."""
+    provider = SlowProvider(tmp_path, Takes())
+    agents = {"bash": agent_that_takes(math.inf)}
+
+    async def both() -> list[RunReply]:
+        attempts = Attempts(Runner(cast(Any, provider), cast(Any, None), "t" * 16), gate(1), 8)
+        orders = [request_of(name, queue_timeout_s=100.0, deadline_s=DEADLINE_S + 40) for name in "ab"]
+        return await asyncio.gather(*(attempts.submit(order, "", agents) for order in orders))
+
+    first, second = run_virtual(both())
+    assert [reply.exit_status for reply in (first, second)] == [ExitStatus.AGENT_TIMEOUT] * 2
+    assert [reply.outcome for reply in (first, second)] == ["passed"] * 2
+    assert first.phases.queue == 0 and second.phases.queue > AGENT_S
+    assert first.phases.agent == second.phases.agent == pytest.approx(AGENT_S)
+
+
+def test_an_agent_that_does_not_heed_its_end_is_verified_too(tmp_path: Path) -> None:
+    async def deaf(_: AgentContext) -> AgentEnd:
+        ends = asyncio.get_running_loop().time() + 3600
+        while (left := ends - asyncio.get_running_loop().time()) > 0:
+            try:
+                await asyncio.sleep(left)
+            except asyncio.CancelledError:
+                if asyncio.get_running_loop().is_running() and left < 3000:
+                    raise
+        return AgentEnd(ExitStatus.SUBMITTED)
+
+    async def go() -> tuple[RunReply, float]:
+        found = await carried(SlowProvider(tmp_path, Takes(agent=math.inf)), deaf)
+        await asyncio.sleep(1000)  # so that the loop can end it
+        return found
+
+    reply, seconds = run_virtual(go())
+    assert (reply.outcome, reply.exit_status) == ("passed", ExitStatus.AGENT_TIMEOUT)
+    assert seconds < DEADLINE_S
+
+
+def test_a_timeout_of_the_agents_own_is_a_fault_of_the_agent(tmp_path: Path) -> None:
+    """Not its deadline: it had time left, and a clock of its own ended something."""
+
+    async def hasty(_: AgentContext) -> AgentEnd:
+        async with asyncio.timeout(1.0):
+            await asyncio.sleep(5)
+        return AgentEnd(ExitStatus.SUBMITTED)
+
+    reply, _ = run_virtual(carried(SlowProvider(tmp_path, Takes()), hasty))
+    assert (reply.outcome, reply.exit_status, reply.reward) == ("unclassified", ExitStatus.AGENT_ERROR, None)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("adapter"), OSError("disk"), TimeoutError(), KeyError("x")])
+def test_a_teardown_that_fails_spoils_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    async def fails(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(SlowProvider, "remove_workspace", fails)
+    reply, _ = run_virtual(carried(SlowProvider(tmp_path, Takes()), agent_that_takes(1.0)))
+    assert (reply.outcome, reply.reward) == ("passed", 1.0)
+    assert not reply.cleanup.confirmed and "not deleted" in reply.cleanup.evidence
+
+
+def test_an_adapter_that_raises_anything_gives_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, where in (("create", "RuntimeError: odd"), ("publish", "RuntimeError: odd")):
+        with monkeypatch.context() as patch:
+
+            async def odd(*_: object) -> None:
+                raise RuntimeError("odd")
+
+            patch.setattr(SlowProvider, name, odd)
+            reply, _ = run_virtual(carried(SlowProvider(tmp_path / name, Takes()), agent_that_takes(1.0)))
+        assert (reply.outcome, reply.exit_status) == ("unclassified", ExitStatus.INTERNAL_ERROR)
+        assert where in reply.detail and reply.cleanup.confirmed
+
+
+@pytest.mark.parametrize("less", [1.0, 20.0])
+def test_budgets_that_do_not_nest_are_refused_with_their_sum(tmp_path: Path, less: float) -> None:
+    provider = cast(Any, SlowProvider(tmp_path, Takes()))
+    agents = {"bash": agent_that_takes(1.0)}
+    assert prepare(request_of(), provider, agents).verify_s == VERIFIER_S
+    with pytest.raises(BadInput, match=rf"deadline_s {DEADLINE_S - less:g} < queue_timeout_s 60 .* = {DEADLINE_S:g}"):
+        prepare(request_of(deadline_s=DEADLINE_S - less), provider, agents)
