@@ -1,8 +1,8 @@
 """Admission: who may start next on one node. Pure; whoever uses it says what happened when.
 
-`Reservations` never promises more of anything than the node has. `Gate` lets wait and start: in the order of asking, but
-an ask whose group is full, or whose needs do not fit yet, may be passed. One that did not fit for `patience_s` is not
-passed any more: what ends makes room for it alone, so a heavy one does not starve behind light ones.
+`Reservations` never promises more of anything than the node has. `Gate` lets wait and start: in the order of asking,
+but an ask whose group is full, or whose needs do not fit yet, may be passed. One that did not fit for `patience_s` is
+not passed any more: what ends makes room for it alone, so a heavy one does not starve behind light ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Three comparisons of one world with and without a policy: waves, admission, placement. Figures, and what pictures need.
+"""Three comparisons of one world with and without a policy: waves, admission, placement.
 
-`waves`: every attempt has an image of its own and nothing is cached, so all of them pull. `admission`: images are there;
-few attempts are heavy builds that use many cpus. `placement`: the same images step after step, then a node is lost.
+`waves`: every attempt has an image of its own and nothing is cached, so all of them pull. `admission`: images are
+small; few attempts are heavy builds that use many cpus. `placement`: the same images step after step, then a node is
+lost.
 """
 
 from __future__ import annotations
@@ -35,17 +36,14 @@ class Setting:
     heavy_share: float = 0.05
     heavy_cpus: float = 16.0
     images: int = 512
-    rounds: int = 8
-    lose_at: int = 5
+    rounds: int = 6
+    lose_at: int = 4
+    cache_mb: float = 100_000
+    image_sigma: float = 0.4
 
     def world(self, **more: Any) -> World:
-        return World(
-            nodes=self.nodes,
-            pulls_per_s=self.pulls_per_s,
-            pulls_at_once=self.pulls_at_once,
-            seed=self.seed,
-            **more,
-        )
+        same = ("nodes", "pulls_per_s", "pulls_at_once", "seed", "cache_mb", "image_sigma")
+        return World(**{name: getattr(self, name) for name in same} | more)
 
     def pace(self, max_concurrent: int) -> Pace:
         return Pace(self.wave_size, self.wave_interval_s, max_concurrent, max_concurrent, self.ready_goal_s)

@@ -11,14 +11,12 @@ _LIMITS = ("/sys/fs/cgroup/{0}.max", "/sys/fs/cgroup/{0}/{1}")  # v2 of a contai
 
 
 def host_room(folder: Path) -> Room:
-    """Cores this process may use, memory and pids of the machine or of the container it is in, free disk at `folder`."""
+    """Cores this process may use, memory and pids of the machine or of its container, free disk at `folder`."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     memory = min(pages * page, _limit("memory", "memory.limit_in_bytes"))
     pids = min(_number("/proc/sys/kernel/pid_max"), _limit("pids", "pids.max"))
     disk = os.statvfs(folder)
-    return Room(
-        1000 * len(os.sched_getaffinity(0)), memory >> 20, pids, disk.f_bavail * disk.f_frsize >> 20
-    )
+    return Room(1000 * len(os.sched_getaffinity(0)), memory >> 20, pids, disk.f_bavail * disk.f_frsize >> 20)
 
 
 def _limit(controller: str, file: str) -> int:

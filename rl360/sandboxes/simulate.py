@@ -1,10 +1,10 @@
 """A cluster's sandboxes in discrete events: the product's own `Waves`, `Gate` and `Placement` over a modelled world.
 
 Modelled: a registry that serves `pulls_per_s` in the order of asking and refuses beyond `pulls_at_once`; the time an
-image takes over a node's own line; one pull per node and image, however many wait for it; node caches that drop what was
-used longest ago; starts that fail; attempts that share a node's cpus in proportion to what they use. Refused and failed
-starts come back after a pause that doubles. Not modelled: lines shared by pulls of a node, layers that images share, the
-scheduler's own time, memory that runs out, engines. An attempt uses no more cpus than it says it will.
+image takes over a node's own line; one pull per node and image, however many wait for it; node caches that drop what
+was used longest ago; starts that fail; attempts that share a node's cpus in proportion to what they use. Refused starts
+come back after a pause that doubles, failed ones after a second. Not modelled: lines shared by pulls of a node, layers
+that images share, the scheduler's own time, memory that runs out, engines. An attempt uses no more cpus than it says.
 All that is random is drawn from `seed` before the first event.
 """
 
@@ -25,6 +25,7 @@ from rl360.sandboxes.admission import Gate, Reservations, Room
 from rl360.sandboxes.placement import Placement
 from rl360.sandboxes.waves import Pace, Waves
 
+NODE = Room(milli_cpus=64_000, memory_mb=256_000, pids=65_536, disk_mb=1 << 20)
 BOUNDLESS = Room(*[1 << 50] * 4)
 
 
@@ -33,11 +34,11 @@ class World:
     """What there is. Medians of log-normal values where a `_sigma` says so."""
 
     nodes: int = 64
-    room: Room = Room(64_000, 256_000, 65_536, 1 << 20)
+    room: Room = NODE
     cache_mb: float = 100_000
     pulls_per_s: float = 50
     pulls_at_once: int = 256
-    line_mb_per_s: float = 400
+    line_mb_per_s: float = 1000
     image_mb: float = 600
     image_sigma: float = 0.4
     boot_s: float = 0.8
@@ -127,11 +128,13 @@ class Cluster:
         self.now = 0.0
         self.nodes = {f"node-{index:03}": _Node(world) for index in range(world.nodes)}
         self._sizes: dict[int, float] = {}
+        self.lost: set[str] = set()
         self._registry_at, self._registry_holds = 0.0, 0
 
     def lose(self, name: str) -> None:
-        """The node and its cache are gone; between two loads."""
-        del self.nodes[name]
+        """The node and its cache are away; between two loads."""
+        self.lost.add(name)
+        self.nodes[name] = _Node(self.world)
 
     def play(self, load: Load) -> Told:
         return _Play(self, load).run()
@@ -165,12 +168,12 @@ class _Play:
         self.waves = Waves(pace)
         room = world.room if cluster.policy.reserved else BOUNDLESS
         self.gates = {name: Gate(self.waves, Reservations(room)) for name in cluster.nodes}
-        self.placement = Placement(cluster.nodes, count)
+        self.placement = Placement(cluster.nodes, count, lost=cluster.lost)
         self.boot_s = world.boot_s * np.exp(world.boot_sigma * random.normal(size=count))
         self.work_s = world.work_s * np.exp(world.work_sigma * random.normal(size=count))
         self.fails = random.random(count) < world.fail_share  # its first try
         self.jitter = random.uniform(0.5, 1.5, size=count)
-        self.anywhere = random.integers(len(cluster.nodes), size=count)
+        self.anywhere = random.integers(len(cluster.nodes) - len(cluster.lost), size=count)
         self.tries = np.zeros(count, np.int64)
         self.node_of: list[str] = [""] * count
         self.began_own = np.zeros(count)
@@ -187,7 +190,7 @@ class _Play:
         heapq.heappush(self.events, (when, self.order, what, node, number))
 
     def run(self) -> Told:
-        names = list(self.c.nodes)
+        names = [name for name in self.c.nodes if name not in self.c.lost]
         for index, image in enumerate(self.load.images):
             pinned = self.c.policy.pinned
             place = self.placement.place(str(index), str(image)) if pinned else names[self.anywhere[index]]
@@ -259,8 +262,9 @@ class _Play:
         self.at(self.c.now + self.boot_s[index] / self.c.nodes[name].speed, "booted", name, index)
 
     def _fail(self, name: str, index: int, *, refused: bool) -> None:
+        """Without a pace nobody listens to refusals: all come back when their pause is over."""
         self.told.failures += not refused
-        self.waves.settle(str(index), self.c.now, ok=False, refused=refused)
+        self.waves.settle(str(index), self.c.now, ok=False, refused=refused and self.c.policy.pace is not None)
         self._leave(name, index)
         first, longest = self.world.backoff_s
         pause = min(longest, first * 2.0 ** min(self.tries[index], 20)) if refused else 1.0

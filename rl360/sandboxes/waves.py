@@ -1,10 +1,10 @@
 """Waves: how many sandboxes may start now. Knows no clock and starts nothing; whoever uses it says what happened when.
 
-At most `size` starts begin in a wave, and waves begin at least `interval_s` apart; at most `window` starts are under way
-at once. The window follows what starts take, between 1 and `max_concurrent`: it grows by a quarter a round while they
-take less than half of `ready_goal_s`, stands up to the goal, shrinks by a fifth above it (not below a quarter of a wave)
-and by half when a start is refused; one round shrinks it once. Registries and hosts slow down before they refuse: under
-a goal that notices, nothing is refused. Where something was, the window comes back to that point slowly.
+At most `size` starts begin in a wave, and waves begin at least `interval_s` apart; at most `window` starts are under
+way at once. The window follows what starts take, between 1 and `max_concurrent`: it grows by a quarter a round while
+they take less than half of `ready_goal_s`, stands up to the goal, shrinks by a fifth above it (not below a quarter of a
+wave) and by half when a start is refused; one round shrinks it once. Registries and hosts slow down before they refuse:
+under a goal that notices, nothing is refused. Where something was, the window comes back to that point slowly.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-GROWTH = 0.25  # what one start that was quick adds to a window that was full
+GROWTH = 0.25  # what one start adds, while they are quick, to a window that was full
 LATE, REFUSED = 0.8, 0.5  # what is left of the window
 LEAST = 0.25  # of a wave: what late starts leave of the window; refused ones may leave one
+SMOOTH = 0.125  # weight of one start in what starts take
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Waves:
         self._groups: Counter[str] = Counter()  # live ones; 0 for a group that was
         self._wave_at, self._in_wave, self._cut_at = -math.inf, 0, -math.inf
         self._refused_at = math.inf  # the window with which something was refused
+        self._took: float | None = None  # what starts take, smoothed: a large image is no sign of load
 
     @property
     def starting(self) -> int:
@@ -78,7 +80,9 @@ class Waves:
         """The start is over: ready, or failed. refused: by one who is asked too much (a registry, a quota)."""
         full = self.starting >= int(self.window)
         began = self._starting.pop(key)
-        took = now - began
+        if ok:
+            self._took = now - began if self._took is None else self._took + SMOOTH * (now - began - self._took)
+        took = self._took or 0.0
         if refused or took > self.pace.ready_goal_s:
             if began > self._cut_at:  # the others of its round only say the same again
                 self._refused_at = self.window if refused else self._refused_at

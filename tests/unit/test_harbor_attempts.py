@@ -15,6 +15,7 @@ from rl360.harbor.judge import Judge
 from rl360.harbor.protocol import JudgeOrder, RunRequest
 from rl360.harbor.runner import Runner, prepare
 from rl360.harbor.server import Attempts, FlushRequest, parse_args
+from rl360.harbor.turns import gate_of
 from rl360.sandboxes.provider import SandboxNeeds, SandboxProvider
 from rl360.tasksets.harbor_files import BUILTIN_DIR
 
@@ -28,13 +29,14 @@ class NeverStarts:
         return None
 
 
-def test_an_attempt_flushed_before_it_began_frees_its_place() -> None:
+def test_an_attempt_flushed_before_it_began_frees_its_place(tmp_path: Path) -> None:
     task = next(path for path in sorted(BUILTIN_DIR.iterdir()) if path.is_dir())
     request = RunRequest(instance_id="t", task_dir=str(task), attempt_id="a", run="r", base_url="http://h")
 
     async def go() -> tuple[Any, int]:
         async with httpx.AsyncClient() as http:
-            attempts = Attempts(Runner(cast(SandboxProvider, NeverStarts()), http, "t" * 16), 1, 1)
+            gate = gate_of(parse_args(["--max-concurrent", "1"]), tmp_path)
+            attempts = Attempts(Runner(cast(SandboxProvider, NeverStarts()), http, "t" * 16), gate, 1)
             asked = asyncio.create_task(attempts.submit(request, "", {"bash": bash_agent.run}))
             while not attempts.running:  # noqa: ASYNC110  the moment between made and begun is what is tested
                 await asyncio.sleep(0)
@@ -79,9 +81,13 @@ def test_a_judged_task_is_refused_before_it_runs(tmp_path: Path, asked: bool, ur
     [
         (["--judge-key-env", "K"], "--judge-key-env says nothing without --judge-url"),
         (["--judge-url", "http://h/v1", "--judge-concurrency", "0"], "--judge-concurrency 0: must be at least 1"),
+        (["--wave-size", "0"], "--wave-size 0: must be at least 1"),
+        (["--per-task", "0"], "--per-task 0: must be at least 1"),
+        (["--ready-goal-s", "-1"], "-1: give seconds, 0 or more"),
+        (["--promise", "cpus=2,memory=5"], "'memory=5': give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER"),
     ],
 )
-def test_a_servers_judge_options(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_servers_options(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(argv)
     assert words in capsys.readouterr().err

@@ -60,10 +60,13 @@ def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
         placement.join(NODES[0])
     with pytest.raises(ValueError, match="not there"):
         placement.lose("http://elsewhere")
+    placement.lose(NODES[0])
+    with pytest.raises(ValueError, match="not there"):
+        placement.lose(NODES[0])
 
 
 def test_groups_are_spread_evenly_over_many_nodes() -> None:
     nodes = [f"n{number}" for number in range(64)]
     placement = Placement(nodes, 0)
-    first = Counter(placement.ranking(f"g{number}")[0] for number in range(6400))
-    assert len(first) == 64 and max(first.values()) < 150
+    first = Counter(placement.homes(f"g{number}")[0] for number in range(1280))
+    assert len(first) == 64 and max(first.values()) < 45
