@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import httpx
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
@@ -67,8 +66,12 @@ async def _accounted(job: Job) -> AsyncIterator[None]:
     """A person has to find out what became of receivers: leave what they need, then fail."""
     try:
         yield
-    except CleanupUnconfirmed:
-        await asyncio.to_thread(_leave_report, job)
+    except CleanupUnconfirmed as error:
+        # whatever the report meets, what it is about is told, and is not retried
+        (failed,) = await asyncio.gather(asyncio.to_thread(_leave_report, job), return_exceptions=True)
+        if failed is not None:
+            job.log.error("%s; the report of it was not left: %r", error, failed)
+            error.add_note(f"the report of it was not left: {failed!r}")
         raise
 
 
@@ -77,18 +80,18 @@ def _leave_report(job: Job) -> None:
     notes = [note for intent in intents for note in fence.read_unconfirmed(job.store, intent.epoch)]
     text = fence.unconfirmed_report([note for note in notes if not fence.is_gone_confirmed(job.store, note.identity)])
     job.log.error("%s", text)
-    try:
-        create_markdown_artifact(
-            key=f"{job.run}-unconfirmed", markdown=text, description="Engines that are not proven gone, and what to do"
-        )
-    except httpx.HTTPError as error:
-        job.log.warning("Prefect did not take the artifact that says so: %r", error)
+    create_markdown_artifact(
+        key=f"{job.run}-unconfirmed", markdown=text, description="Engines that are not proven gone, and what to do"
+    )
 
 
 def _tell(job: Job, record: PushRecord) -> None:
     job.log.info("pushed %s to %d engines by %s", record.version, len(record.serving), record.way)
     for engine in record.fenced:
         job.log.warning("lost engine %s: %s", engine.identity.url, engine.reason)
+    for engine in record.serving:
+        if engine.note:
+            job.log.warning("%s: %s", engine.identity.url, engine.note)
     if record.changed:
         job.log.warning("weights take another way than in the push before: %s", record.changed)
         emit_event(

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl360.engines.fleet import EngineIdentity
 from rl360.engines.processes import ProcessId, alive, boot_id, host_id, identify
-from rl360.errors import BadInput, CorruptObject, ServiceError
+from rl360.errors import BadInput, CorruptObject, Rl360Error, ServiceError
 from rl360.weights.messages import PushRecord, PushStatus, parse_version
 
 _PUSH = "_fleet/push/"
@@ -167,10 +167,16 @@ def read_end(store: Store, epoch: int) -> PushRecord | None:
         return None
 
 
+def look(store: Store) -> tuple[int, list[Intent]]:
+    """The next epoch and the intents without an end, oldest first, from one listing. Who writes an intent later takes
+    that epoch, so nobody begins one without having met those before."""
+    intents, ends = _epochs(store)
+    return max(intents | ends, default=0) + 1, [_read(store, intent_key(n), Intent) for n in sorted(intents - ends)]
+
+
 def open_intents(store: Store) -> list[Intent]:
     """Intents without an end, oldest first."""
-    intents, ends = _epochs(store)
-    return [_read(store, intent_key(epoch), Intent) for epoch in sorted(intents - ends)]
+    return look(store)[1]
 
 
 def last_record(store: Store) -> PushRecord | None:
@@ -194,8 +200,7 @@ def put_mine(store: Store, key: str, data: bytes) -> bool:
 
 
 def next_epoch(store: Store) -> int:
-    intents, ends = _epochs(store)
-    return max(intents | ends, default=0) + 1
+    return look(store)[0]
 
 
 def write_intent(store: Store, intent: Intent) -> None:
@@ -217,8 +222,8 @@ def note_unconfirmed(
     store: Store, intent: Intent, engine: EngineIdentity, evidence: str, answered_at: float | None = None
 ) -> Unconfirmed:
     """Write what was seen of an engine whose end isn't proven; overwritten by a later look. It answered when its
-    push wrote the intent, if nothing later is known."""
-    known = [note.answered_at for note in read_unconfirmed(store, intent.epoch) if note.identity == engine]
+    push wrote the intent, if nothing later is known. What is unconfirmed counts, written or not: a store that fails is
+    told in the evidence."""
     note = Unconfirmed(
         identity=engine,
         epoch=intent.epoch,
@@ -226,11 +231,16 @@ def note_unconfirmed(
         group_name=intent.group_name,
         evidence=evidence,
         command=f"rl360 fleet confirm-gone {engine.url} --reason '...'",
-        answered_at=answered_at or max([intent.written_at, *known]),
+        answered_at=answered_at or intent.written_at,
         seen_at=time.time(),
     )
-    key = f"{_PUSH}{intent.epoch:08}/unconfirmed/{slug(engine.url)}.json"
-    store.put(key, note.model_dump_json().encode())
+    try:
+        known = [old.answered_at for old in read_unconfirmed(store, intent.epoch) if old.identity == engine]
+        note = note.model_copy(update={"answered_at": answered_at or max([intent.written_at, *known])})
+        key = f"{_PUSH}{intent.epoch:08}/unconfirmed/{slug(engine.url)}.json"
+        store.put(key, note.model_dump_json().encode())
+    except Rl360Error as error:
+        return note.model_copy(update={"evidence": f"{evidence}; this could not be written down: {error}"})
     return note
 
 

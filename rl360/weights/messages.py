@@ -210,6 +210,11 @@ class PushPlan(_Message):
         shared = [self.group_name] if self.buckets and self.folder is None else []
         return tuple(dict.fromkeys([*shared, *(d.group_name for d in self.deliveries if d.group_name)]))
 
+    def groups_of(self, engine: int) -> set[str]:
+        """Those of them that this engine joins, by its index in the set."""
+        mine = {d.group_name for d in self.deliveries if d.engine == engine and d.group_name}
+        return mine | ({self.group_name} & set(self.groups))
+
     @property
     def calls_per_engine(self) -> int:
         """Calls that carry weights, to the engine that gets most of them. With files: fetch them, load them."""
@@ -244,6 +249,7 @@ class EngineTransfer(_Message):
     answered: bool = Field(description="False: a call got no answer (no connection, or past its deadline)")
     after_stop: bool = Field(False, description="it failed only after the transfer was stopped: likely a victim")
     note: str = Field("", description="what went another way than planned, e.g. all tensors where a base was missing")
+    whole: bool = Field(False, description="files: it took every tensor, not a difference")
 
 
 class TransferReport(_Message):
@@ -288,6 +294,7 @@ class EngineOutcome(_Message):
     control_calls: int = 0
     paused_s: float = 0.0
     reason: str = ""
+    note: str = Field("", description="what went another way than planned though it serves")
 
 
 class PushRecord(_Message):

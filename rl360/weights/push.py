@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +27,14 @@ from rl360.config.services import Services
 from rl360.engines import members as fleet_members
 from rl360.engines.client import EngineClient, deployment_token, open_http
 from rl360.engines.fleet import EngineIdentity, EngineState, Probe, probe_fleet, require_access
-from rl360.engines.fleet_log import FleetLog
+from rl360.engines.fleet_log import FleetLog, push_owner
+from rl360.engines.fleet_log import Slot as FleetSlot
 from rl360.engines.gateway import GatewayClient
 from rl360.engines.processes import end_tree, tree_of_url
 from rl360.errors import BadInput, CleanupUnconfirmed, CorruptObject, EngineChurn, ServiceError
 from rl360.store.layout import step_key
 from rl360.weights import fence
+from rl360.weights.ends import END_DEADLINE_S, Ends
 from rl360.weights.messages import (
     ChecksumReply,
     EngineSet,
@@ -44,7 +47,7 @@ from rl360.weights.messages import (
     parse_version,
 )
 from rl360.weights.plan import engine_name, group_name, plan_push
-from rl360.weights.receivers import END_DEADLINE_S, GATEWAY_DEADLINE_S, Receivers, Slot, unconfirmed_text, with_slack_s
+from rl360.weights.receivers import GATEWAY_DEADLINE_S, Receivers, Slot, unconfirmed_text, with_slack_s
 
 _STRIKES = 2  # transfers an engine may refuse before it is fenced
 
@@ -136,13 +139,16 @@ class _Push:
         self.gateway = GatewayClient(self.services.gateway_url, self.http, min(self.config.call_deadline_s, 10.0))
         self.probe_deadline_s = min(self.config.call_deadline_s, 30.0)
         self.log = FleetLog(self.store)
+        self.ends = Ends(self.log, self.services)
         self.members: dict[str, str] = {}
+        self.unfinished: set[str] = set()  # as the log calls the pushes that left no end
+        self.now = ""
         self.external: set[str] = set()  # URLs of engines that somebody else started
         self.token = deployment_token()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
+        self.now, began = name, time.monotonic()
         try:
             yield
         finally:
@@ -154,7 +160,7 @@ class _Push:
     async def probe_members(self, deadline_s: float) -> list[Probe]:
         """Ask every engine that is the fleet's now: the configured and the added ones, without the removed."""
         state = await asyncio.to_thread(self.log.refresh)
-        self.members = fleet_members.members(state, self.services.engine_urls)
+        self.members = self.ends.names = fleet_members.members(state, self.services.engine_urls)
         others = {slot.url for slot in state.slots.values() if slot.launcher == "external"}
         self.external = others - {url.rstrip("/") for url in self.services.engine_urls}
         # an engine that is named twice is one engine
@@ -166,7 +172,7 @@ class _Push:
 
     async def run_once(self) -> PushRecord:
         await self.io(fence.check_version_advances, self.run, self.version)
-        intents: list[fence.Intent] = await self.io(fence.open_intents)
+        epoch, intents = await self.io(fence.look)
         for intent in intents:
             if fence.owner_runs(intent.owner):
                 pid = intent.owner.process.pid
@@ -181,21 +187,17 @@ class _Push:
             if last is not None and last.version == self.version and await self.still_holds(last):
                 # a step that trained nothing makes no new version: what engines hold already is its result
                 return await self.keep(self.already_held(last))
-        with self.phase("settle"):
+        with self.phase("probe"):
             # a receiver may sit in a broadcast of the unfinished push until that one's deadline
             patience_s = max([self.probe_deadline_s, *(with_slack_s(i.call_deadline_s) for i in intents)])
             probes = await self.probe_members(patience_s)
             await require_access([self.client(probe.url) for probe in probes if probe.identity is not None])
-            reclaimed = await self.settle(intents, probes)
         with self.phase("freeze"):
-            members = await self.freeze(probes)
-            lost = reclaimed - {(member.url, member.incarnation) for member in members}
-            if lost:
-                raise EngineChurn(f"engine {min(lost)[0]} of an unfinished push stopped answering just now; retry")
+            frozen = await self.freeze(epoch, intents, probes)
         with self.phase("expect"):
             held = await self.trainer.checksums(self.run, self.version, self.config.call_deadline_s)
             check_against_model(held, await asyncio.to_thread(model_shapes, self.services.model_dir))
-        return await self.carry(members, held, intents)
+        return await self.carry(frozen, held)
 
     async def recorded(self) -> PushRecord | None:
         """What this step's push left, when it finished before."""
@@ -213,9 +215,8 @@ class _Push:
     async def still_holds(self, record: PushRecord) -> bool:
         """Whether every reachable engine is one the record confirmed, holds it now, and gets traffic."""
         confirmed = {engine.identity.url: engine.identity for engine in record.serving}
-        probes = await self.probe_members(self.probe_deadline_s)
-        holding: set[str] = set()
-        for probe in probes:
+        found: list[tuple[EngineIdentity, EngineClient]] = []
+        for probe in await self.probe_members(self.probe_deadline_s):
             if probe.identity is None and not probe.silent:
                 continue  # down, or still starting: it joins at a later push
             known = confirmed.get(probe.url)
@@ -231,78 +232,99 @@ class _Push:
             barred = door is not None and door.get("admitted_version") != record.version
             if barred or checksum_digest(held) != record.checksum:
                 return False
-            if not await asyncio.to_thread(fleet_members.serves_again, self.log, self.members, probe.identity, record):
-                continue  # another owner is at it
-            await self.gateway.add(probe.url, GATEWAY_DEADLINE_S, client.token)
-            holding.add(probe.url)
-        await self.gateway.keep_only(holding, GATEWAY_DEADLINE_S)
-        return len(holding) >= self.config.min_engines
+            found.append((probe.identity, client))
+        if await self.io(fence.open_intents):
+            return False  # a push has begun meanwhile: who gets traffic is its business
+        serving = 0
+        for engine, client in found:
+            if await asyncio.to_thread(fleet_members.serves_again, self.log, self.members, engine, record):
+                await self.gateway.add(engine.url, GATEWAY_DEADLINE_S, client.token)
+                serving += 1  # else another owner is at it, and sees to its traffic
+        await self.gateway.keep_only({engine.url for engine, _ in found}, GATEWAY_DEADLINE_S)
+        return serving >= self.config.min_engines
 
-    async def settle(self, intents: list[fence.Intent], probes: list[Probe]) -> set[tuple[str, str]]:
-        """Account for every receiver of every unfinished push: gone, or answering as the same incarnation: those."""
-        answering = {(p.identity.url, p.identity.incarnation) for p in probes if p.identity is not None}
-        notes: list[fence.Unconfirmed] = []
-        reclaimed: set[tuple[str, str]] = set()
-        for intent in intents:
-            for engine in intent.engines:
-                if await self.io(fence.is_gone_confirmed, engine):
-                    continue
-                if (engine.url, engine.incarnation) in answering:
-                    reclaimed.add((engine.url, engine.incarnation))
-                    continue
-                proof = await end_tree(engine.process, END_DEADLINE_S)
-                if not proof.gone:
-                    seen = f"does not answer as that incarnation; {proof.evidence}"
-                    notes.append(await self.io(fence.note_unconfirmed, intent, engine, seen))
-        for note in notes:
-            await self.gateway.remove(note.identity.url, GATEWAY_DEADLINE_S)
-        if notes:
-            raise CleanupUnconfirmed(unconfirmed_text(notes))
-        return reclaimed
-
-    async def freeze(self, probes: list[Probe]) -> list[EngineIdentity]:
-        """The receivers: every engine that answers. The others lose their traffic now; a stuck one is ended."""
+    async def freeze(self, epoch: int, intents: list[fence.Intent], probes: list[Probe]) -> _Frozen:
+        """The receivers: every engine that answers and that this push may take. Touches nothing. Too few are waited
+        for, unless a receiver of an unfinished push has to be ended first."""
         until = time.monotonic() + self.config.call_deadline_s
+        self.unfinished = {push_owner(intent.epoch) for intent in intents}
+        first = True
         while True:
-            members = [p.identity for p in probes if p.identity is not None and not await self.barred(p.identity)]
-            if len(members) >= self.config.min_engines:
-                break
+            await asyncio.to_thread(self.log.refresh)
+            answering = [probe.identity for probe in probes if probe.identity is not None]
+            members = [e for e in answering if not await self.hands_off(e, self.ends.slot(e.url))]
+            inside = {(member.url, member.incarnation) for member in members}
+            left = [(intent, e) for intent in intents for e in intent.engines if (e.url, e.incarnation) not in inside]
+            dark = [(i, e) for i, e in left if not await self.hands_off(e, self.ends.slot(e.url, e.incarnation))]
+            if dark and not first:
+                raise EngineChurn(f"engine {dark[0][1].url} of an unfinished push stopped answering just now; retry")
+            if dark or len(members) >= self.config.min_engines:
+                return _Frozen(epoch, intents, members, probes, dark)
             if time.monotonic() > until:
-                reasons = "; ".join(p.reason for p in probes if p.reason)
-                need = self.config.min_engines
-                raise ServiceError(
-                    f"push of {self.version}: {len(members)} engines answer, min_engines is {need} ({reasons})"
-                )
+                raise self.too_few(members, probes)
             await asyncio.sleep(1.0)
-            probes = await self.probe_members(self.probe_deadline_s)
-        inside = {member.url for member in members}
+            first, probes = False, await self.probe_members(self.probe_deadline_s)
+
+    def too_few(self, members: Sequence[object], probes: list[Probe]) -> ServiceError:
+        reasons = "; ".join(probe.reason for probe in probes if probe.reason)
+        need = self.config.min_engines
+        return ServiceError(f"push of {self.version}: {len(members)} engines answer, min_engines is {need} ({reasons})")
+
+    async def hands_off(self, engine: EngineIdentity, slot: FleetSlot | None) -> bool:
+        """Whether this incarnation is nobody's to push to: a person declared it gone, somebody else has its slot, or
+        it is fenced."""
+        if await self.io(fence.is_gone_confirmed, engine):
+            return True
+        if slot is None or slot.owner in self.unfinished:
+            return False
+        out = slot.state in (EngineState.FENCED, EngineState.GONE) and slot.incarnation == engine.incarnation
+        return out or await asyncio.to_thread(self.ends.held, slot)
+
+    async def settle(self, frozen: _Frozen) -> None:
+        """Every receiver of every unfinished push is ours now, or its end is proven; those pushes are over."""
+        notes: list[fence.Unconfirmed] = []
+        for intent, engine in frozen.dark:
+            proof = await self.ends.end(engine)
+            if not proof.gone:
+                seen = f"does not answer as that incarnation; {proof.evidence}"
+                notes.append(await self.io(fence.note_unconfirmed, intent, engine, seen))
+        if notes:
+            text = unconfirmed_text(notes)
+            for note in notes:
+                try:
+                    await self.gateway.remove(note.identity.url, GATEWAY_DEADLINE_S)
+                except ServiceError as error:
+                    text += f" ({error})"
+            raise CleanupUnconfirmed(text)
+        for old in frozen.intents:
+            await self.io(fence.write_end, self.superseded(old, frozen.epoch))
+
+    async def clear_out(self, receivers: Receivers, probes: list[Probe]) -> None:
+        """Whoever is no receiver loses its traffic; a stuck one is ended, and one that was declared gone and answers.
+        Neither is a receiver of an open push, so its end needs no proof."""
+        inside = {slot.url for slot in receivers.slots}
         await self.gateway.keep_only(inside, GATEWAY_DEADLINE_S)
         for probe in probes:
             if probe.url in inside:
                 continue
             self.absent.append(probe.url)
-            if probe.silent or probe.identity is not None:
-                # stuck, or declared gone by a person; no receiver of an open push, so its end needs no proof
+            known, slot = probe.identity, self.ends.slot(probe.url)
+            stuck = probe.silent or (known is not None and await self.io(fence.is_gone_confirmed, known))
+            theirs = probe.url in self.external or await asyncio.to_thread(self.ends.held, slot)
+            if stuck and not theirs:
                 await end_tree(await asyncio.to_thread(tree_of_url, probe.url), END_DEADLINE_S)
-        return members
 
-    async def barred(self, engine: EngineIdentity) -> bool:
-        """An incarnation that a person declared gone and that answers all the same never gets weights again."""
-        return bool(await self.io(fence.is_gone_confirmed, engine))
-
-    async def carry(
-        self, members: list[EngineIdentity], held: ChecksumReply, intents: list[fence.Intent]
-    ) -> PushRecord:
-        """From the intent to the record. Whatever ends it, engines are left running and accounted for."""
-        epoch = await self.io(fence.next_epoch)
-        owner = fence.new_owner()
+    async def carry(self, frozen: _Frozen, held: ChecksumReply) -> PushRecord:
+        """From the intent to the record. Whatever ends it, engines are left running and accounted for. Nothing is ended
+        or loses its traffic before the intent: of two pushes at once, the later one has met the earlier one's."""
+        owner, members = fence.new_owner(), tuple(frozen.members)
         intent = fence.Intent(
-            epoch=epoch,
+            epoch=frozen.epoch,
             run=self.run,
             step=self.step,
             version=self.version,
-            engines=tuple(members),
-            group_name=group_name(EngineSet(epoch=epoch, engines=tuple(members))),
+            engines=members,
+            group_name=group_name(EngineSet(epoch=frozen.epoch, engines=members)) if members else "none",
             call_deadline_s=self.config.call_deadline_s,
             owner=owner,
             written_at=time.time(),
@@ -310,25 +332,34 @@ class _Push:
         receivers = await self.receivers(intent)
         last = await self.io(fence.last_confirmed, self.run)
         self.choose_transport(last)
-        await self.io(fence.write_intent, intent)
         fence.mark_running(owner, True)
+        try:
+            await self.io(fence.write_intent, intent)
+            return await self.pushed(receivers, frozen, held, last)
+        finally:
+            fence.mark_running(owner, False)
+
+    async def pushed(
+        self, receivers: Receivers, frozen: _Frozen, held: ChecksumReply, last: PushRecord | None
+    ) -> PushRecord:
+        """`carry`, once its intent is written."""
         record = None
         try:
-            for old in intents:
-                await self.io(fence.write_end, self.superseded(old, epoch))
-            refused = await asyncio.to_thread(fleet_members.claim, self.log, self.members, intent)
-            receivers.slots = [slot for slot in receivers.slots if slot.url not in refused]
-            self.absent += refused
-            report = await self.deliver(receivers, held, [old.group_name for old in intents])
+            with self.phase("settle"):
+                await self.settle(frozen)
+                refused = await asyncio.to_thread(fleet_members.claim, self.log, self.members, receivers.intent)
+                receivers.slots = [slot for slot in receivers.slots if slot.url not in refused]
+                await self.clear_out(receivers, frozen.probes)
+                if len(receivers.slots) < self.config.min_engines:
+                    raise self.too_few(receivers.slots, frozen.probes)
+            report = await self.deliver(receivers, held, [old.group_name for old in frozen.intents])
             record = self.record(receivers, held, report).compared(last)
-            kept = await self.publish(record)
+            return await self.publish(record)
         finally:
-            try:
-                if record is None:
-                    await _to_its_end(self.give_up(receivers))
-            finally:
-                fence.mark_running(owner, False)
-        return kept
+            if record is None:
+                failed, ended_by = await _to_its_end(self.give_up(receivers)), sys.exc_info()[1]
+                if failed is not None and ended_by is not None:
+                    ended_by.add_note(f"and while its engines were let go: {failed!r}")
 
     async def receivers(self, intent: fence.Intent) -> Receivers:
         serving = {worker.url for worker in await self.gateway.workers() if worker.usable}
@@ -341,33 +372,45 @@ class _Push:
             )
             for engine in intent.engines
         ]
+        config = self.config
         return Receivers(
             self.store,
             self.gateway,
+            self.ends,
             intent,
             slots,
-            self.config.min_engines,
-            self.config.call_deadline_s,
+            config.min_engines,
+            config.call_deadline_s,
             self.probe_deadline_s,
         )
 
     async def deliver(self, receivers: Receivers, held: ChecksumReply, stale: list[str]) -> _Delivery:
-        """prepare -> pause -> transfer -> confirm -> serve."""
+        """prepare -> pause -> transfer -> confirm -> serve. From the pause on all of it has one deadline."""
         epoch = receivers.intent.epoch
         if self.transport.on_disk:
             with self.phase("prepare"):
                 await self.trainer.prepare(self.plan(receivers.slots, epoch, held, stale))
-        with self.phase("pause"):
-            await receivers.pause(self.config.pause_mode)
-            await receivers.rename(loading_mark(self.version, epoch))
-        with self.phase("transfer"):
-            report, rounds = await self.transfer(receivers, held, stale)
-        with self.phase("confirm"):
-            await receivers.confirm(held.checksums)
-        with self.phase("resume"):
-            if await asyncio.to_thread(self.store.exists, fence.end_key(epoch)):
-                raise EngineChurn(f"push epoch {epoch} was taken over by a later push")
-            await receivers.serve(self.version, flush=self.config.pause_mode != "in_place")
+        limit_s = self.config.paused_at_most_s
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                with self.phase("pause"):
+                    await receivers.pause(self.config.pause_mode)
+                    await receivers.rename(loading_mark(self.version, epoch))
+                with self.phase("transfer"):
+                    report, rounds = await self.transfer(receivers, held, stale)
+                with self.phase("confirm"):
+                    await receivers.confirm(held.checksums)
+                with self.phase("resume"):
+                    if await asyncio.to_thread(self.store.exists, fence.end_key(epoch)):
+                        raise EngineChurn(f"push epoch {epoch} was taken over by a later push")
+                    await receivers.serve(self.version, flush=self.config.pause_mode != "in_place")
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ServiceError(
+                f"push of {self.version}: in its phase {self.now} engines had been paused for {limit_s:g} s, which is "
+                "push.deadline_s; raise it if a push may take longer"
+            ) from None
         return _Delivery(report, rounds)
 
     def choose_transport(self, last: PushRecord | None) -> None:
@@ -401,20 +444,23 @@ class _Push:
         for attempt in range(1, len(receivers.slots) + _STRIKES + 1):
             loading = receivers.require(EngineState.LOADING, "transferring")
             plan = self.plan(loading, receivers.intent.epoch, held, stale)
+            for number, slot in enumerate(loading):
+                slot.groups |= plan.groups_of(number)
             report = await self.trainer.transfer(plan)
             for slot, result in zip(loading, report.engines, strict=True):
                 slot.calls += result.calls
                 slot.control_calls += result.control_calls
+                slot.note = result.note
             if report.ok:
                 return report, attempt
-            await self.judge(receivers, loading, report)
+            await self.judge(receivers, loading, report, in_order=plan.group_name in plan.groups)
         raise ServiceError(f"push of {self.version}: still failing after {attempt} transfers: {report.error}")
 
-    async def judge(self, receivers: Receivers, loading: list[Slot], report: TransferReport) -> None:
+    async def judge(self, receivers: Receivers, loading: list[Slot], report: TransferReport, in_order: bool) -> None:
         """After a failed transfer: fence the engines that don't answer, and those that refused again and again."""
         results = dict(zip((slot.url for slot in loading), report.engines, strict=True))
         suspects = [slot for slot in loading if results[slot.url].error]
-        await receivers.fence_silent(suspects or loading)
+        await receivers.fence_silent(suspects or loading, in_order)
         left = [slot for slot in loading if slot.state is EngineState.LOADING]
         for slot in left:
             if results[slot.url].error and not results[slot.url].after_stop:
@@ -460,11 +506,13 @@ class _Push:
         return last.model_copy(update={**idle, "run": self.run, "step": self.step, "reason": reason})
 
     def record(self, receivers: Receivers, held: ChecksumReply, delivery: _Delivery) -> PushRecord:
-        serving = receivers.in_state(EngineState.SERVING)
+        serving, taken = receivers.in_state(EngineState.SERVING), delivery.report.engines
+        full = self.transport is Transport.DISK_DELTA and all(engine.whole for engine in taken)
         return self._record(
             receivers,
             PushStatus.CONFIRMED,
-            calls_per_engine=max(engine.calls for engine in delivery.report.engines),
+            path=Transport.DISK_FULL if full else self.transport,
+            calls_per_engine=max(engine.calls for engine in taken),
             control_calls=max(slot.control_calls for slot in serving),
             bytes=delivery.report.sent_bytes,
             paused_s=max(slot.outcome().paused_s for slot in serving),
@@ -476,7 +524,7 @@ class _Push:
 
     def failed(self, receivers: Receivers) -> PushRecord:
         reason = "; ".join(receivers.notes) or "failed; its receivers were released or are proven gone"
-        return self._record(receivers, PushStatus.FAILED, reason=reason)
+        return self._record(receivers, PushStatus.FAILED, path=self.transport, reason=reason)
 
     def _record(self, receivers: Receivers, status: PushStatus, **more: Any) -> PushRecord:
         return PushRecord(
@@ -485,7 +533,6 @@ class _Push:
             version=self.version,
             epoch=receivers.intent.epoch,
             status=status,
-            path=self.transport,
             engines=tuple(slot.outcome() for slot in receivers.slots),
             absent=tuple(self.absent),
             phases_s=dict(self.phases_s),
@@ -505,9 +552,9 @@ class _Push:
         )
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """A cancellation meanwhile counts once the work is done: half let go, engines would stay paused. Each of its calls
-    has a deadline."""
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> BaseException | None:
+    """What `work` failed by. A cancellation meanwhile counts once it is done: half let go, engines would stay paused.
+    Each of its calls has a deadline."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -515,9 +562,22 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is not None and not task.exception():
+    failed = task.exception()
+    if cancelled is not None:
         raise cancelled
-    task.result()
+    return failed
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """What a push is about to do, before it has touched anything. `dark`: receivers of unfinished pushes that are to be
+    proven gone first."""
+
+    epoch: int
+    intents: list[fence.Intent]
+    members: list[EngineIdentity]
+    probes: list[Probe]
+    dark: list[tuple[fence.Intent, EngineIdentity]]
 
 
 @dataclass(frozen=True)

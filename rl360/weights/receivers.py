@@ -15,12 +15,11 @@ from typing import TypeVar
 from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
 from rl360.engines.fleet import EngineIdentity, EngineState, advance, incarnation_of, probe_engine
 from rl360.engines.gateway import GatewayClient
-from rl360.engines.processes import end_tree
-from rl360.errors import CleanupUnconfirmed, EngineChurn, ServiceError, StoreUnavailable
+from rl360.errors import CleanupUnconfirmed, EngineChurn, Rl360Error, ServiceError, StoreUnavailable
 from rl360.weights import fence
+from rl360.weights.ends import Ends
 from rl360.weights.messages import EngineOutcome
 
-END_DEADLINE_S = 15.0
 GATEWAY_DEADLINE_S = 20.0
 T = TypeVar("T")
 
@@ -41,6 +40,8 @@ class Slot:
     control_calls: int = 0
     strikes: int = 0
     reason: str = ""
+    note: str = ""
+    groups: set[str] = field(default_factory=set)  # that this push had it join, or wanted to
     was_serving: bool = False
     paused_at: float | None = None
     resumed_at: float | None = None
@@ -74,6 +75,7 @@ class Slot:
             control_calls=self.control_calls,
             paused_s=self.paused_s if self.was_serving else 0.0,
             reason=self.reason,
+            note=self.note,
         )
 
 
@@ -83,6 +85,7 @@ class Receivers:
 
     store: fence.Store
     gateway: GatewayClient
+    ends: Ends
     intent: fence.Intent
     slots: list[Slot]
     min_engines: int
@@ -247,9 +250,9 @@ class Receivers:
             gateway_error = str(error)  # a gateway that is down sends no traffic; the end of the process decides
         if slot.state is EngineState.SUSPECT:
             slot.move(EngineState.FENCED)
-        proof = await end_tree(slot.identity.process, END_DEADLINE_S)
+        proof = await self.ends.end(slot.identity)
         if not proof.gone:
-            seen = f"{slot.reason}; {proof.evidence}"
+            seen = "; ".join(part for part in (slot.reason, proof.evidence, gateway_error) if part)
             note = await asyncio.to_thread(
                 fence.note_unconfirmed, self.store, self.intent, slot.identity, seen, slot.answered_at
             )
@@ -257,18 +260,21 @@ class Receivers:
         slot.move(EngineState.GONE)
         slot.reason = f"{slot.reason}; ended: {proof.evidence}" + (f"; {gateway_error}" if gateway_error else "")
 
-    async def fence_silent(self, suspects: list[Slot]) -> list[Slot]:
-        """Fence those that don't answer, one at a time in group order: a receiver that only waited for a dead neighbour
-        answers as soon as the neighbour's connections close. Returns the fenced."""
-        fenced = []
-        for slot in suspects:
+    async def fence_silent(self, suspects: list[Slot], in_order: bool) -> None:
+        """Fence those that don't answer, all asked at once. `in_order`: they share a group, where a receiver that only
+        waited for a dead neighbour answers as soon as the neighbour's connections close. So the first that is silent is
+        fenced, and the others are asked again."""
+        while suspects:
             # a whole probe's time although it missed a deadline: a busy machine is slow, and a fence is for good
-            probe = await probe_engine(slot.client, self.probe_deadline_s)
-            same = probe.identity is not None and probe.identity.incarnation == slot.identity.incarnation
-            if not same:
-                await self.fence_off(slot, probe.reason or "restarted during the push")
-                fenced.append(slot)
-        return fenced
+            probes = await asyncio.gather(*(probe_engine(slot.client, self.probe_deadline_s) for slot in suspects))
+            silent = [
+                (slot, probe.reason or "restarted during the push")
+                for slot, probe in zip(suspects, probes, strict=True)
+                if probe.identity is None or probe.identity.incarnation != slot.identity.incarnation
+            ]
+            for slot, reason in silent[:1] if in_order else silent:
+                await self.fence_off(slot, reason)
+            suspects = [slot for slot, _ in silent[1:]] if in_order else []
 
     async def release(self) -> bool:
         """After a failed push: no engine stays paused, half written and serving, or in a group. True: all are clean.
@@ -288,7 +294,8 @@ class Receivers:
                     raise
                 self.notes.append(str(error))  # whatever the gateway sends, the door refuses it
             await slot.ask(client.abort_all(deadline_s))
-            await slot.ask(client.destroy_group(self.intent.group_name, deadline_s))
+            for name in sorted({self.intent.group_name, *slot.groups}):
+                await slot.ask(client.destroy_group(name, deadline_s))
             try:
                 await slot.ask(client.end_weight_update(deadline_s))
             except EngineRefused as error:
@@ -299,21 +306,18 @@ class Receivers:
 
         left_alone = (EngineState.SUSPECT, EngineState.FENCED, EngineState.GONE)
         held = [s for s in self.slots if s.paused_at and not s.resumed_at and s.state not in left_alone]
-        clean = True
         failed = {slot.url: error for slot, error in await self.each(held, one)}
-        for slot in [*self.in_state(EngineState.SUSPECT), *self.in_state(EngineState.FENCED)]:
-            try:
-                await self.finish_fence(slot)  # what was cancelled in the middle, and once more what had no proof
-            except CleanupUnconfirmed as error:
-                clean = False
-                self.notes.append(str(error))
         for slot in held:
             if slot.url not in failed:
                 slot.move(EngineState.DRAINING)
-                continue
+        clean = True
+        for slot in self.slots:
             try:
-                await self.fence_off(slot, str(failed[slot.url]))
-            except CleanupUnconfirmed as error:
+                if slot.state in left_alone[:2]:
+                    await self.finish_fence(slot)  # what was cancelled in the middle, and once more what had no proof
+                elif slot.url in failed:
+                    await self.fence_off(slot, str(failed[slot.url]))
+            except Rl360Error as error:  # one that could not be accounted for keeps none of the others waiting
                 clean = False
                 self.notes.append(str(error))
         return clean

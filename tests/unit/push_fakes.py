@@ -323,7 +323,7 @@ class Engine(Server):
         self.world.event(f"{self.name} {path} {said}".rstrip())
         fault = self.world.fault(self.name, path)
         if path in CHANGES and "x-trainer" not in headers:
-            self.world.check_touch(self, path)
+            self.world.check_touch(self, path, int(headers.get("x-rl360-epoch", "0")))
         if fault == "stop":
             self.stop()
         if not self.awake.is_set():

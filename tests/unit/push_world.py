@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import random
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
@@ -25,9 +26,10 @@ from rl360.config.run import PushConfig
 from rl360.config.services import Services
 from rl360.engines import fleet
 from rl360.engines.fleet import EngineState
-from rl360.engines.processes import ProcessTree
+from rl360.engines.launchers import local
+from rl360.engines.processes import EndProof, ProcessTree, end_tree, host_id
 from rl360.errors import CleanupUnconfirmed, EngineChurn, ServiceError, StoreUnavailable
-from rl360.weights import fence, push, receivers
+from rl360.weights import ends, fence, push, receivers
 from rl360.weights.messages import PushRecord, PushStatus
 from tests.unit.fake_engines import show_token
 from tests.unit.memory_store import MemoryStore
@@ -35,6 +37,7 @@ from tests.unit.push_fakes import RUN, TOKEN, Engine, Fault, Gateway, Request
 from tests.unit.push_trainer import Trainer
 
 REPEATABLE = (ServiceError, EngineChurn, StoreUnavailable)  # what a task tries again
+HELD_S = 20.0
 BOUND_S = 120.0  # no push of a few engines takes longer, whatever goes wrong, on a busy machine too
 
 _PUSHER: ContextVar[Pusher] = ContextVar("pusher")
@@ -46,9 +49,13 @@ class Killed(Exception):
 
 
 class Pusher:
-    """One process that pushes. `cancel_at`, `die_at`: number of the point where that happens."""
+    """One process that pushes. `cancel_at`, `die_at`: number of the point where that happens. `hold_at`: where it is
+    held until `go`. `host`: where it runs, when that is not here; what runs elsewhere nobody knows."""
 
-    def __init__(self, world: World, cancel_at: int = 0, die_at: int = 0) -> None:
+    def __init__(self, world: World, cancel_at: int = 0, die_at: int = 0, hold_at: int = 0, host: str = "") -> None:
+        self.hold_at, self.host = hold_at, host or host_id()
+        self.holding, self.go = asyncio.Event(), threading.Event()
+        self.owns, self.met = set[str](), set[int]()  # tokens of its owners; epochs that its last listing showed
         self.world, self.cancel_at, self.die_at = world, cancel_at, die_at
         self.points = 0
         self.dead = asyncio.Event()
@@ -65,6 +72,12 @@ class Pusher:
             self.gone = True
             self.loop.call_soon_threadsafe(self.dead.set)
 
+    def held(self) -> None:
+        """Blocks while it is to stand still here."""
+        if self.points == self.hold_at and not self.go.is_set():
+            self.loop.call_soon_threadsafe(self.holding.set)
+            self.go.wait(HELD_S)
+
 
 class _PushStore:
     """The store as one pusher sees it."""
@@ -79,14 +92,18 @@ class _PushStore:
 
         def through(*args: Any) -> Any:
             self.pusher.point()
+            self.pusher.held()
             if self.pusher.gone:
                 raise Killed
             if self.world.fault("store", name):
                 raise StoreUnavailable(f"object store did not answer while asked for {args[0]}")
             result = call(*args)
+            if name == "list" and args[0] == "_fleet/push/":
+                self.pusher.met = {int(key.split("/")[2]) for key in result if key.endswith("/intent.json")}
             if name.startswith("put"):
                 self.pusher.loop.call_soon_threadsafe(self.world.event, f"store {name} {args[0]}")
             self.pusher.point()
+            self.pusher.held()
             if self.pusher.gone:
                 raise Killed
             return result
@@ -100,10 +117,15 @@ class _Wire(httpx.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         pusher = _PUSHER.get()
         pusher.point()
+        if pusher.points == pusher.hold_at:
+            await asyncio.to_thread(pusher.held)
+        pusher.world.check_taken_out(pusher, request)
         if pusher.gone:
             await asyncio.Event().wait()
         response = await super().handle_async_request(request)
         pusher.point()
+        if pusher.points == pusher.hold_at:
+            await asyncio.to_thread(pusher.held)
         if pusher.gone:
             await asyncio.Event().wait()
         return response
@@ -117,6 +139,10 @@ def wired() -> Iterator[None]:
         patch.setattr(fleet, "tree_of_url", _tree)
         patch.setattr(push, "tree_of_url", _tree)
         patch.setattr(push, "open_http", lambda: httpx.AsyncClient(transport=_Wire(verify=False)))
+        for module in (push, ends, local):
+            patch.setattr(module, "end_tree", _watched_end)
+        patch.setattr(fence, "new_owner", _owner_here)
+        patch.setattr(fence, "owner_runs", _runs_here)
         patch.setattr(push, "GATEWAY_DEADLINE_S", 1.5)
         patch.setattr(receivers, "GATEWAY_DEADLINE_S", 1.5)
         yield
@@ -124,6 +150,27 @@ def wired() -> Iterator[None]:
 
 def _tree(url: str) -> ProcessTree | None:
     return _ENGINES[url].tree() if url in _ENGINES else None
+
+
+_new_owner, _owner_runs = fence.new_owner, fence.owner_runs
+
+
+def _owner_here() -> fence.Owner:
+    owner, pusher = _new_owner(), _PUSHER.get()
+    pusher.owns.add(owner.token)
+    return owner.model_copy(update={"host": pusher.host})
+
+
+def _runs_here(owner: fence.Owner) -> bool:
+    return owner.host == _PUSHER.get().host and _owner_runs(owner.model_copy(update={"host": host_id()}))
+
+
+async def _watched_end(tree: ProcessTree | None, deadline_s: float) -> EndProof:
+    pusher = _PUSHER.get()
+    for engine in pusher.world.engines:
+        if tree is not None and engine.alive and engine.root == tree.root:
+            pusher.world.check_met(pusher, engine.url, "ends")
+    return await end_tree(tree, deadline_s)
 
 
 class World:
@@ -159,6 +206,7 @@ class World:
         self.at: dict[int, Callable[[], Any]] = {}  # number of an event from now -> what happens then
         self.calls_until: dict[str, list[Any]] = {}
         self.pusher: Pusher | None = None
+        self.rivals = False  # several push at once
         self.seen: Counter[tuple[str, str]] = Counter()
         self.attempt_number = self.touched = self.touched_before = self.points_of_a_push = 0
         self.events, self.log, self.violations = 0, list[str](), list[str]()
@@ -306,12 +354,30 @@ class World:
         self.read_store()
         return [intent for epoch, intent in self.intents.items() if epoch not in self.ends]
 
-    def check_touch(self, engine: Engine, path: str) -> None:
-        """A push changes something on an engine: an intent names it; receivers of earlier ones are accounted for."""
+    def check_met(self, pusher: Pusher, url: str, does: str) -> None:
+        """An engine is ended, or taken out of the gateway: no intent names it that this pusher has not met."""
+        objects = dict(self.store.objects)  # it is asked from threads
+        open_epochs = {int(key.split("/")[2]) for key in objects if key.endswith("/intent.json")}
+        intents = [fence.Intent.model_validate_json(objects[fence.intent_key(epoch)]) for epoch in sorted(open_epochs)]
+        if any(intent.owner.token in pusher.owns for intent in intents):
+            return  # it has met all that came before its own
+        for intent in intents:
+            unmet = intent.epoch not in pusher.met and fence.end_key(intent.epoch) not in objects
+            if unmet and url in {engine.url for engine in intent.engines}:
+                self.violate(f"a pusher {does} {self.engine(url).name}, which epoch {intent.epoch} has, unmet")
+
+    def check_taken_out(self, pusher: Pusher, request: httpx.Request) -> None:
+        if request.method == "DELETE":
+            row = self.gateway.workers.get(request.url.path.rpartition("/")[2])
+            if row is not None and row["status"] == "ready":
+                self.check_met(pusher, row["url"], "takes out")
+
+    def check_touch(self, engine: Engine, path: str, epoch: int) -> None:
+        """A push changes something on an engine: its intent names it; receivers of earlier ones are accounted for."""
         self.touched += 1
         self.read_store()
-        newest = max(self.intents, default=0)
-        if not newest or newest in self.ends:
+        newest = epoch if self.rivals else max(self.intents, default=0)
+        if newest not in self.intents or (newest in self.ends and not self.rivals):
             self.violate(f"{path} to {engine.name} without an open intent")
             return
         named = {(e.url, e.incarnation) for e in self.intents[newest].engines}
@@ -319,7 +385,7 @@ class World:
             self.violate(f"{path} to {engine.name}, which epoch {newest} does not name")
         for epoch, intent in self.intents.items():
             ended = self.ends.get(epoch)
-            if epoch == newest or (ended is not None and ended.status is not PushStatus.SUPERSEDED):
+            if epoch >= newest or (ended is not None and ended.status is not PushStatus.SUPERSEDED):
                 continue
             for old in intent.engines:
                 living = self.engine(old.url)

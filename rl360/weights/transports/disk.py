@@ -52,6 +52,7 @@ class _Fetch:
     dir: str = ""
     notes: list[str] = field(default_factory=list)
     calls: int = 0
+    whole: bool = False  # every tensor, not a difference
 
 
 @dataclass
@@ -116,7 +117,7 @@ class DiskTransport:
             fetched = now.of(engine)
             engine.calls, fetched.calls = engine.calls + fetched.calls, 0
             note = "; ".join([*now.notes, *fetched.notes])
-            reports.append(engine.report().model_copy(update={"note": note}))
+            reports.append(engine.report().model_copy(update={"note": note, "whole": fetched.whole}))
         failed = [engine.url for engine in engines if engine.error]
         error = f"files did not reach {', '.join(failed)}" if failed else ""
         return report_of(plan, reports, began=began, sent_bytes=sum(now.files.values()), reused=False, error=error)
@@ -192,7 +193,7 @@ class DiskTransport:
                 return
             if pulled is None:
                 raise EngineRefused(f"engine {engine.url} has no door to fetch files: use another transport", 404)
-            now.of(engine).dir = pulled.dir
+            now.of(engine).dir, now.of(engine).whole = pulled.dir, base_version is None
 
         _everywhere(loop, engines, lambda engine: one(engine, now.base_version), deadline_s)
         if lacking:

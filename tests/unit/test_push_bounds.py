@@ -1,0 +1,326 @@
+"""What a push that fails leaves and says: groups, a bound on the pause, the error that counts, the path it took."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fake_engines import TENSORS, FakeEngine
+from safetensors.numpy import save_file
+from test_weights_push import CONFIG, RUN, SHORT, World, assert_released, assert_serving
+
+from rl360.config.run import RunConfig
+from rl360.engines.fleet import EngineState
+from rl360.errors import BadInput, CleanupUnconfirmed, CorruptObject, ServiceError, StoreUnavailable
+from rl360.weights import fence
+from rl360.weights.messages import PushPlan, TransferReport
+from tasks import push_weights
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    save_file({t.name: np.zeros(t.shape, np.float16) for t in TENSORS}, tmp_path / "model.safetensors")
+    made = World(tmp_path, monkeypatch)
+    yield made
+    for engine in made.engines:
+        engine.close()
+    made.gateway.stop()
+
+
+def third(world: World) -> FakeEngine:
+    """One more engine of the fleet."""
+    engine = FakeEngine()
+    world.engines.append(engine)
+    world.trainer.engines[engine.url] = engine
+    world.services = world.services.model_copy(update={"engine_urls": [each.url for each in world.engines]})
+    return engine
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "p2p"])
+def test_a_failed_push_leaves_every_group_that_it_had_made(world: World, transport: str) -> None:
+    """Also those of the smaller set that was left when an engine died, and those of two."""
+    bad = world.engines[0]
+    third(world)
+    joined: set[str] = set()
+
+    def meet(plan: PushPlan) -> None:
+        for number, target in enumerate(plan.engine_set.engines):
+            world.trainer.engines[target.url].groups |= plan.groups_of(number)
+            joined.update(plan.groups_of(number))
+        if len(world.trainer.plans) == 1:
+            bad.process.kill()
+            bad.process.wait()
+        else:
+            raise ServiceError("trainer: connection lost")
+
+    world.trainer.before = meet
+    with pytest.raises(ServiceError, match="connection lost"):
+        world.push(0, SHORT.model_copy(update={"transport": transport}))
+    assert len(joined) >= (2 if transport == "broadcast" else 3)
+    assert [engine.groups for engine in world.engines[1:]] == [set(), set()]
+
+
+# -- the pause ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_push_lets_its_engines_go_when_they_were_paused_for_long_enough(world: World) -> None:
+    transfer = world.trainer.transfer
+
+    async def slow(plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
+        await asyncio.sleep(30)
+        return await transfer(plan)
+
+    world.trainer.transfer = slow  # type: ignore[method-assign]
+    began = time.monotonic()
+    config = CONFIG.model_copy(update={"call_deadline_s": 0.1, "deadline_s": 0.3})
+    with pytest.raises(
+        ServiceError, match=r"in its phase transfer engines had been paused for 0\.3 s.*push\.deadline_s"
+    ):
+        world.push(0, config)
+    assert time.monotonic() - began < 5
+    assert_released(world)
+    world.trainer.transfer = transfer  # type: ignore[method-assign]
+    assert world.push(0).epoch == 2
+
+
+def test_files_are_written_before_the_pause_and_not_under_its_bound(world: World) -> None:
+    async def slow(plan: PushPlan, deadline_s: float | None = None) -> None:
+        assert not any(engine.paused for engine in world.engines)
+        await asyncio.sleep(0.4)
+
+    world.trainer.prepare = slow  # type: ignore[method-assign]
+    files = {"transport": "disk_full", "folder": "/w", "call_deadline_s": 1.0, "deadline_s": 0.35}
+    assert world.push(0, CONFIG.model_copy(update=files)).path == "disk_full"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"call_deadline_s": 60, "deadline_s": 179}, "deadline_s 179 is less than 3 times call_deadline_s 60"),
+        ({"transport": "p2p", "folder": "/w"}, "folder says nothing with transport p2p: leave it out, or use disk_"),
+        ({"folder": "s3://b/w"}, "folder says nothing with transport broadcast"),
+    ],
+)
+def test_a_push_config_that_cannot_be_meant_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        RunConfig.parse({"push": fields})
+
+
+def test_the_pause_has_a_bound_by_default() -> None:
+    assert RunConfig.parse({"push": {"call_deadline_s": 30}}).push.paused_at_most_s == 600
+    assert RunConfig.parse({"push": {"deadline_s": 180}}).push.paused_at_most_s == 180
+
+
+@pytest.mark.parametrize(("transport", "rounds"), [("p2p", 1), ("disk_full", 1), ("broadcast", 2)])
+def test_suspects_are_asked_side_by_side_where_none_waits_for_another(
+    world: World, transport: str, rounds: int
+) -> None:
+    """In a group of all the first silent one is ended before the next is judged."""
+    third(world)
+    first, second, good = world.engines
+    deadline_s = 0.4
+    asked: list[float] = []
+
+    def stuck(engine: FakeEngine) -> Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]:
+        def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            asked.append(time.monotonic())
+            engine.released.wait(5)
+            return 500, {}
+
+        return answer
+
+    def stop(plan: PushPlan) -> None:
+        if len(world.trainer.plans) == 1:
+            world.trainer.refusing = {first.url, second.url}
+            for engine in (first, second):
+                engine.faults["/server_info"] = stuck(engine)
+
+    world.trainer.before = stop
+    config = CONFIG.model_copy(update={"transport": transport, "call_deadline_s": deadline_s, "deadline_s": 30})
+    record = world.push(0, config)
+    assert [engine.state for engine in record.engines] == [EngineState.GONE, EngineState.GONE, EngineState.SERVING]
+    assert_serving(world, good, "demo:1")
+    probes = sorted(asked)
+    assert len(probes) == (2 if rounds == 1 else 3)
+    assert (probes[-1] - probes[0] < deadline_s / 2) is (rounds == 1)
+
+
+# -- the error that counts ---------------------------------------------------------------------------------------------
+
+
+class Away:
+    """Everything that a push may meet while it lets go, by name; armed at the moment its first error is made."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def store(self) -> None:
+        self.world.store.down = True
+
+    def store_lies(self) -> None:
+        def corrupt(key: str) -> bool:
+            raise CorruptObject(key, "damaged")
+
+        self.world.store.exists = corrupt  # type: ignore[method-assign]
+
+    def gateway(self) -> None:
+        self.world.gateway.stop()
+
+    def engines(self) -> None:
+        for engine in self.world.engines:
+            engine.faults["/abort_request"] = "500"
+
+    def log(self) -> None:
+        self.world.store.objects["_fleet/events/00000002.json"] = b"{"
+
+    def bug(self) -> None:
+        def broken(key: str) -> bool:
+            raise ZeroDivisionError
+
+        self.world.store.exists = broken  # type: ignore[method-assign]
+
+
+WAYS = [name for name in vars(Away) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_replaces_an_unconfirmed_end(world: World, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """It would be retried: over a receiver that may live."""
+    world.local = False
+    away, note = Away(world), fence.note_unconfirmed
+
+    def noted(*args: Any) -> fence.Unconfirmed:
+        getattr(away, way)()
+        return note(*args)
+
+    monkeypatch.setattr(fence, "note_unconfirmed", noted)
+    world.engines[0].faults["/pause_generation"] = "hang"
+    with pytest.raises(CleanupUnconfirmed, match="rl360 fleet confirm-gone"):
+        world.push(0, SHORT)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_replaces_an_unconfirmed_end_of_an_earlier_push(
+    world: World, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    world.local = False
+    world.leave_intent()
+    world.engines[0].startup = "another start"
+    away, note = Away(world), fence.note_unconfirmed
+
+    def noted(*args: Any) -> fence.Unconfirmed:
+        getattr(away, way)()
+        return note(*args)
+
+    monkeypatch.setattr(fence, "note_unconfirmed", noted)
+    with pytest.raises(CleanupUnconfirmed, match="rl360 fleet confirm-gone"):
+        world.push(0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_replaces_a_cancellation(world: World, way: str) -> None:
+    async def cancel() -> None:
+        task = asyncio.ensure_future(world.push_async(0, SHORT))
+
+        def now(plan: PushPlan) -> None:
+            getattr(Away(world), way)()
+            task.cancel()
+
+        world.trainer.before = now
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+
+
+def _job(world: World) -> Any:
+    return SimpleNamespace(run=RUN, store=world.store, log=logging.getLogger("test"))
+
+
+@pytest.mark.parametrize("way", [*WAYS, "artifact"])
+@pytest.mark.parametrize(
+    "error", [httpx.ConnectError("no"), RuntimeError("no"), StoreUnavailable("no")], ids=lambda e: type(e).__name__
+)
+def test_the_task_fails_by_what_is_unconfirmed_whatever_its_report_meets(
+    world: World, monkeypatch: pytest.MonkeyPatch, way: str, error: Exception
+) -> None:
+    world.leave_intent()
+
+    def artifact(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(push_weights, "create_markdown_artifact", artifact)
+    if way != "artifact":
+        getattr(Away(world), way)()
+
+    async def fail() -> None:
+        async with push_weights._accounted(_job(world)):
+            raise CleanupUnconfirmed("engine e0: not proven gone")
+
+    with pytest.raises(CleanupUnconfirmed) as found:
+        asyncio.run(fail())
+    assert "the report of it was not left" in " ".join(found.value.__notes__)
+
+
+# -- the path it took --------------------------------------------------------------------------------------------------
+
+DELTA = CONFIG.model_copy(update={"transport": "disk_delta", "folder": "/w"})
+
+
+def _files(world: World, whole: set[str]) -> None:
+    """The trainer's report of files: these engines took every tensor."""
+    transfer = type(world.trainer).transfer
+
+    async def told(plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
+        report = await transfer(world.trainer, plan, deadline_s)
+        engines = tuple(
+            engine.model_copy(
+                update={"whole": engine.url in whole, "note": "all tensors: no base" if engine.url in whole else ""}
+            )
+            for engine in report.engines
+        )
+        return report.model_copy(update={"engines": engines})
+
+    world.trainer.transfer = told  # type: ignore[method-assign]
+
+
+def test_a_delta_that_sent_every_tensor_is_recorded_as_what_it_was(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = {engine.url for engine in world.engines}
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(push_weights, "emit_event", lambda **event: told.append(event["payload"]))
+    _files(world, urls)
+    assert world.push(0, DELTA).path == "disk_full"  # nothing to differ from
+    _files(world, set())
+    second = world.push(1, DELTA)
+    assert second.path == "disk_delta" and second.changed.startswith("disk_full")
+    _files(world, urls)  # the trainer was restarted and holds no base
+    third_push = world.push(2, DELTA)
+    assert third_push.path == "disk_full" and third_push.changed == f"{second.way} -> {third_push.way}"
+    assert {engine.note for engine in third_push.serving} == {"all tensors: no base"}
+    with caplog.at_level(logging.WARNING):
+        push_weights._tell(_job(world), third_push)
+    assert "all tensors: no base" in caplog.text and "another way" in caplog.text
+    assert [event["changed"] for event in told] == [third_push.changed]
+
+
+def test_one_engine_that_took_every_tensor_is_named_and_the_path_stays(world: World) -> None:
+    _files(world, set())
+    world.push(0, DELTA)
+    world.push(1, DELTA)
+    _files(world, {world.engines[0].url})
+    record = world.push(2, DELTA)
+    assert (record.path, record.changed) == ("disk_delta", "")
+    assert [engine.note for engine in record.serving] == ["all tensors: no base", ""]
