@@ -22,12 +22,13 @@ from rl360.config.freeze import load_frozen, settle_config
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import BadInput
+from rl360.plugins import load_function
 from rl360.policy.compatible import refuse_other_model
 from rl360.sessions.routing import RoutingShape
 from rl360.store.layout import run_config_key
 from rl360.store.object_store import ObjectStore
 from rl360.store.progress import next_step
-from rl360.tasksets.taskset import load_taskset
+from rl360.tasksets.taskset import draw, load_taskset
 from rl360.training.saved import keep_for_fork, parent_at
 
 _ASKED_S = 2.0
@@ -42,8 +43,10 @@ def check_start(store: ObjectStore, services: Services, config: RunConfig) -> Ru
         raise BadInput(f"run {config.run} has {done} steps and {config.steps} are asked for; give --steps")
     spec, here = settled.taskset.path, Path(services.model_dir).is_dir()  # else directories lie on the flows' hosts
     judged = None
-    if here or spec.startswith("builtin:") or Path(spec).is_dir():
-        judged = next((str(entry.path) for entry in load_taskset(spec).entries.values() if entry.judged), None)
+    if here or spec.startswith("builtin:") or Path(spec).exists():
+        taskset = load_taskset(spec)
+        draw(taskset, 0, 0, 1, settled.taskset.weights)
+        judged = next((str(entry.path) for entry in taskset.entries.values() if entry.judged), None)
         if judged is not None and not settled.judge.model:
             raise BadInput(f"{judged}: is judged by an LLM; set judge.model and deadlines.judge_s (docs/judges.md)")
     if here:
@@ -51,7 +54,9 @@ def check_start(store: ObjectStore, services: Services, config: RunConfig) -> Ru
     forked = settled.parent if not store.exists(run_config_key(config.run)) else None
     if forked is not None:
         _refuse_parent(store, settled)
-    healths = [_health(url) for url in [*services.session_urls, *(services.sandbox_urls if judged else ())]]
+    for path in filter(None, (settled.rollout.generate, settled.rollout.function)):
+        load_function(path, "rollout plug-in")
+    healths = [_health(url) for url in [*services.session_urls, *services.sandbox_urls]]
     told = _ask([*healths, *map(_model_info, services.engine_urls)])
     if judged is not None:
         _refuse_judge(judged, services, told)
@@ -112,6 +117,11 @@ def _refuse_services(config: RunConfig, services: Services, told: Told) -> None:
                 f"trainer.routing_replay is on and session server {url} keeps no routed experts: `rl360 down` and "
                 "`rl360 up --routed-experts`"
             )
+    agent = config.rollout.agent
+    for url in services.sandbox_urls:
+        agents = told.get(_health(url), {}).get("agents")
+        if isinstance(agents, list) and agent not in agents:
+            raise BadInput(f"rollout.agent {agent!r} is not one that sandbox server {url} has ({', '.join(agents)})")
     for url in services.engine_urls:
         if (engine := told.get(_model_info(url))) is not None:
             refuse_other_model(config.model.path, str(engine.get("model_path")), f"that of engine {url}")

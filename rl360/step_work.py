@@ -75,7 +75,10 @@ def sample_groups(store: ObjectStore, config: RunConfig, step: int) -> Produced:
             f"task set {taskset.spec} is not what run {config.run} started with (digest {taskset.digest[:12]}, was "
             f"{first.info['taskset_digest'][:12]}): restore it, or start a run under another name"
         )
-    plan = plan_step(taskset, config, step)
+    last = None
+    if config.taskset.difficulty == "history" and step > 0:
+        last = load_plan(store, config.run, step - 1), read_records(store, config.run, step - 1)
+    plan = plan_step(taskset, config, step, last)
     ref = put_object(store, step_key(config.run, step, "groups.msgpack"), pack(plan.to_wire()))
     counts = {"groups": len(plan.groups), "attempts": plan.attempts, "waves": len(plan.waves)}
     counts["wave_size"] = max(len(wave) for wave in plan.waves)

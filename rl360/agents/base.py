@@ -4,18 +4,21 @@ It samples from `context.base_url` (OpenAI chat completions of one session) and 
 the host, so the sandbox needs no network. It returns how it ended, or raises `AgentFailure` when infrastructure kept
 it from going on; anything else it raises is a fault of the agent's code and becomes `unclassified`. Counters go to
 `context.metrics` as it goes, so that a timeout keeps them.
+
+An agent that has a method `mounts(folder) -> inside path -> host path` is given a folder of its own for the attempt, to
+make there what its sandbox is to see, read-only, and finds it again in `context.folder`.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from rl360.errors import BadInput, Rl360Error
+from rl360.errors import Rl360Error
 from rl360.harbor.outcome import ExitStatus
 from rl360.sandboxes.provider import ExecResult
 
@@ -39,7 +42,8 @@ class AgentMetrics:
 @dataclass(frozen=True)
 class AgentContext:
     """Everything an agent may use. `deadline`: event-loop clock; `exec(command, timeout_s)` runs in the sandbox. What
-    is appended to `transcript` (chat messages) is what a judge of the task is shown of the conversation."""
+    is appended to `transcript` (chat messages) is what a judge of the task is shown of the conversation. `folder`: what
+    `mounts` of the agent was given."""
 
     instruction: str
     base_url: str
@@ -51,6 +55,7 @@ class AgentContext:
     http: httpx.AsyncClient
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     transcript: list[dict[str, Any]] = field(default_factory=list)
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,3 @@ class AgentFailure(Rl360Error):
 
 
 Agent = Callable[[AgentContext], Awaitable[AgentEnd]]
-
-
-def load_agent(path: str) -> Agent:
-    """The agent at `module:function`. Paths come from the server's command line, never from a request."""
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"agent {path!r}: {error}; give module:function") from None
-    if not callable(found):
-        raise BadInput(f"agent {path!r}: not a function; give module:function")
-    return found

@@ -1,4 +1,5 @@
-"""The bash agent: one tool `bash(command)`, a host-side loop over one session, messages appended verbatim.
+"""The bash agent: a tool `bash(command)`, a host-side loop over one session, messages appended verbatim. `bash_edit`
+has `edit(path, old, new)` besides, which runs in the sandbox too (with its python3).
 
 It ends when a turn has no tool call, when a turn was cut by length, or after `max_turns`. An observation is stdout and
 stderr together, cut at the sandbox's output limit, then `(exit N)` when N is not 0; `ok` when there is nothing to show.
@@ -7,6 +8,8 @@ stderr together, cut at the sandbox's output limit, then `(exit N)` when N is no
 from __future__ import annotations
 
 import asyncio
+import base64
+import shlex
 import time
 from typing import Any
 
@@ -18,6 +21,7 @@ from rl360.harbor.outcome import ExitStatus
 from rl360.sandboxes.provider import ExecResult
 
 SYSTEM_PROMPT = "Use bash."
+EDIT_PROMPT = "Use bash and edit."
 EXEC_TIMEOUT_S = 30.0
 MAX_REPLY_BYTES = 4 << 20
 RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0)
@@ -28,15 +32,56 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
+EDIT_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "edit",
+        "description": "Replace old, which must be in the file exactly once, by new. Without old: a new file.",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "old": {"type": "string"}, "new": {"type": "string"}},
+            "required": ["path", "old", "new"],
+        },
+    },
+}
+# in the sandbox, where what a path leads to is the sandbox's own
+EDIT_SCRIPT = """
+import base64, json, os, sys
+path, old, new = json.loads(base64.b64decode(sys.argv[1]))
+try:
+    if old:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+        if text.count(old) != 1:
+            sys.exit(f"old is in {path} {text.count(old)} times; it must be there once")
+        new = text.replace(old, new)
+    elif os.path.lexists(path):
+        sys.exit(f"{path} exists; give old, the text to replace")
+    else:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(new)
+except (OSError, ValueError) as error:
+    sys.exit(f"{path}: {error}")
+"""
 LENGTH_CODES = frozenset({"length", "cut_turn", "over_budget"})
 
 
 async def run(context: AgentContext) -> AgentEnd:
     """Carry one attempt to its end."""
+    return await _play(context, SYSTEM_PROMPT, [TOOL])
+
+
+async def run_with_edit(context: AgentContext) -> AgentEnd:
+    """The same with two tools."""
+    return await _play(context, EDIT_PROMPT, [TOOL, EDIT_TOOL])
+
+
+async def _play(context: AgentContext, prompt: str, tools: list[dict[str, Any]]) -> AgentEnd:
     messages = context.transcript
-    messages += [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": context.instruction}]
+    messages += [{"role": "system", "content": prompt}, {"role": "user", "content": context.instruction}]
     while True:
-        choice = await _sample(context, messages)
+        choice = await _sample(context, messages, tools)
         if choice is None:
             if context.metrics.turns == 0:  # no token was sampled: there is nothing to judge and nothing to train
                 message = "the first prompt leaves no room for a reply; raise rollout.max_seq_len"
@@ -53,19 +98,22 @@ async def run(context: AgentContext) -> AgentEnd:
                 context.metrics.format_errors += 1
             return AgentEnd(ExitStatus.SUBMITTED)
         for call in calls:
-            content = await _act(context, call)
+            content = await _act(context, call, tools)
             messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
         if context.metrics.turns >= context.max_turns:  # the last turn's calls still count as work done
             return AgentEnd(ExitStatus.TURN_LIMIT, f"{context.max_turns} turns")
 
 
-async def _act(context: AgentContext, call: dict[str, Any]) -> str:
-    """Run one tool call; what is not a bash call with a string is answered with an error, not repaired."""
+async def _act(context: AgentContext, call: dict[str, Any], tools: list[dict[str, Any]]) -> str:
+    """Run one tool call; what is no call of a tool with its strings is answered with an error, not repaired."""
     context.metrics.tool_calls += 1
     command = bash_command(call)
+    if command is None and EDIT_TOOL in tools:
+        command = edit_command(call)
     if command is None:
         context.metrics.format_errors += 1
-        return "error: call bash with one string, command"
+        other = ", or edit with three: path, old, new" if EDIT_TOOL in tools else ""
+        return f"error: call bash with one string, command{other}"
     started = time.monotonic()
     try:
         left = context.deadline - asyncio.get_running_loop().time()
@@ -77,17 +125,31 @@ async def _act(context: AgentContext, call: dict[str, Any]) -> str:
 
 def bash_command(call: dict[str, Any]) -> str | None:
     """The command of a well-formed bash call, else None."""
+    given = _strings(call, "bash", ("command",))
+    return given[0] if given is not None else None
+
+
+def edit_command(call: dict[str, Any]) -> str | None:
+    """The command that does a well-formed edit call, else None."""
+    given = _strings(call, "edit", ("path", "old", "new"))
+    if given is None or not given[0] or "\0" in given[0]:
+        return None
+    return shlex.join(["python3", "-c", EDIT_SCRIPT, base64.b64encode(orjson.dumps(given)).decode()])
+
+
+def _strings(call: dict[str, Any], tool: str, names: tuple[str, ...]) -> list[str] | None:
+    """The arguments `names` of a call of `tool` that has exactly these, all strings."""
     function = call.get("function") or {}
-    if function.get("name") != "bash":
+    if function.get("name") != tool:
         return None
     try:
         arguments = orjson.loads(function.get("arguments") or "")
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(arguments, dict) or set(arguments) != {"command"}:
+    if not isinstance(arguments, dict) or arguments.keys() != set(names):
         return None
-    command = arguments["command"]
-    return command if isinstance(command, str) else None
+    values = [arguments[name] for name in names]
+    return values if all(isinstance(value, str) for value in values) else None
 
 
 def observation(result: ExecResult) -> str:
@@ -100,12 +162,13 @@ def observation(result: ExecResult) -> str:
     return text or "ok"
 
 
-async def _sample(context: AgentContext, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+async def _sample(
+    context: AgentContext, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> dict[str, Any] | None:
     """One turn from the session; None when the sequence is full. The same body again is safe: a failed call recorded
     nothing, and a turn whose reply was lost is sampled anew, its old tokens counted as `prefix_break`."""
-    body = orjson.dumps(
-        {**dict(context.sampling_params), "model": context.model, "messages": messages, "tools": [TOOL]}
-    )
+    asked = {**context.sampling_params, "model": context.model, "messages": messages, "tools": tools}
+    body = orjson.dumps(asked)
     started = time.monotonic()
     try:
         for pause_s in (*RETRY_PAUSES_S, None):
@@ -139,7 +202,7 @@ async def _post(context: AgentContext, body: bytes) -> dict[str, Any] | AgentFai
         choice, tokens = _choice(reply.content)
         context.metrics.completion_tokens += tokens
         return choice
-    return _refusal(reply)
+    return refusal(reply)
 
 
 def _choice(content: bytes) -> tuple[dict[str, Any], int]:
@@ -156,7 +219,7 @@ def _choice(content: bytes) -> tuple[dict[str, Any], int]:
         raise AgentFailure(ExitStatus.GENERATION_ERROR, f"malformed completion: {error!r}", retryable=False) from None
 
 
-def _refusal(reply: httpx.Response) -> AgentFailure | None:
+def refusal(reply: httpx.Response) -> AgentFailure | None:
     """What a refused turn means: full (None), or infrastructure."""
     code, message = "", reply.text[:200]
     try:

@@ -3,12 +3,11 @@
 An attempt is: open a session, have the sandbox server run agent and verifier against it (`POST /run`), have the
 session server merge and store what it holds (together with others that end then), write the `AttemptRecord` with the
 reference, close the session. No payload comes through here. Both servers are idempotent by attempt id, so an attempt
-whose client was killed is joined, not repeated, and one whose server was killed is asked for again: the server that
-comes back knows what became of it. Whatever goes wrong becomes an outcome of this attempt alone; nothing here turns a
-failure into a reward.
+whose client was killed is joined, not repeated. Whatever goes wrong becomes an outcome of this attempt alone; nothing
+here turns a failure into a reward.
 
-A try that infrastructure lost may be tried again, within what an attempt, its group and its task may cost
-(rl360.agents.budgets); every try keeps a record of its own, so the tokens it sampled stay accounted for.
+A try that infrastructure lost may be tried again (`rollout.infra_retries`); every try keeps a record of its own, so
+the tokens it sampled stay accounted for.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ import aiohttp
 import orjson
 from pydantic import ValidationError
 
-from rl360.agents.budgets import Budgets
 from rl360.agents.stores import Item, StoreGroups
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
+from rl360.harbor.outcome import RETRYABLE
 from rl360.harbor.protocol import JudgeOrder, RunReply, RunRequest, SandboxLimits
 from rl360.harbor.verdict import receipt_problem, run_key
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
@@ -138,11 +137,11 @@ class RolloutClient:
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
         self._stores = StoreGroups(self._ask_stores)
+        path = config.rollout.generate
+        self._generate: Generate = load_function(path, "rollout.generate") if path else run_as_asked
         self._placement = Placement(services.sandbox_urls, len(specs))
         for spec in specs:
             self._placement.place(spec.slot_id, spec.task_id)
-        path = config.rollout.generate
-        self._generate: Generate = load_function(path, "rollout.generate") if path else run_as_asked
 
     async def __aenter__(self) -> RolloutClient:
         return self
@@ -296,13 +295,13 @@ class RolloutClient:
             agent_timeout_s=deadlines.agent_s,
             verifier_timeout_s=deadlines.verifier_s,
             judge=self._judge,
-            deadline_s=deadlines.client_s - deadlines.collect_s,  # answered before nobody waits any more
+            deadline_s=deadlines.client_s,
         )
         url = f"{server}/run"
 
         async def run(order: RunRequest) -> RunReply:
             body = order.model_dump(mode="json")
-            answer = await _send(self._sandboxes, url, body, deadlines.client_s, Outcome.SANDBOX_LOST, {"resent": True})
+            answer = await _send(self._sandboxes, url, body, deadlines.client_s, Outcome.SANDBOX_LOST)
             try:
                 return RunReply.model_validate(orjson.loads(answer))
             except (orjson.JSONDecodeError, ValidationError) as error:
@@ -356,7 +355,7 @@ class RolloutClient:
     async def _ask_sessions(self, url: str, body: dict[str, Any]) -> bytes:
         """A session opened or stored again is the same one, so these may be sent again whatever became of the first."""
         limit_s = self.config.deadlines.collect_s
-        return await _send(self._sessions, url, body, limit_s, Outcome.SESSION_LOST, {})
+        return await _send(self._sessions, url, body, limit_s, Outcome.SESSION_LOST, repeatable=True)
 
 
 def _http(headers: dict[str, str], limit_per_host: int = 0) -> aiohttp.ClientSession:
@@ -386,15 +385,15 @@ async def _send(
     body: dict[str, Any],
     timeout_s: float,
     lost_as: Outcome,
-    again: dict[str, Any],
+    *,
+    repeatable: bool = False,
 ) -> bytes:
     """The answer to one POST, which is sent again while the server refuses connections or has no room, within
     `_PATIENCE_S`: these are known not to have begun. Where the connection breaks later, even an idle one that the
-    server closed just as it was used again, the request may have begun: it then says `again` too, and the server, which
-    may have died and come back, has `_PATIENCE_S` from there on. `StoreUnavailable` when the server could not reach the
-    store at the end of that time: nothing is lost yet, and a task that runs again asks for the same."""
+    server closed just as it was used again, the request may have begun: only a `repeatable` one is then sent again.
+    `StoreUnavailable` when the server could not reach the store at the end of that time: nothing is lost yet, and a
+    task that runs again asks for the same."""
     give_up_at, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S[0]
-    at_the_latest = give_up_at + timeout_s
     while True:
         unstored = False
         try:
@@ -413,7 +412,8 @@ async def _send(
             raise _Lost(lost_as, _shown(f"{url}: no answer within {timeout_s:g} s", url)) from None
         except aiohttp.ClientError as error:
             said = _shown(f"{url}: {type(error).__name__} {error}"[:300], url)
-            body, give_up_at = body | again, min(time.monotonic() + _PATIENCE_S, at_the_latest)
+            if not repeatable:
+                raise _Lost(lost_as, said) from None
         if time.monotonic() + pause_s > give_up_at:
             raise StoreUnavailable(said) if unstored else _Lost(lost_as, said)
         await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
@@ -451,10 +451,9 @@ async def roll_out_slot(
     room: asyncio.Semaphore,
     keep: Callable[[AttemptRecord], Awaitable[None]],
     mend: Callable[[AttemptRecord], Awaitable[None]],
-    budgets: Budgets,
 ) -> None:
     """Bring one planned attempt to its end: tries until one has a verdict, ended in a way that another try would not
-    change (a broken verifier, a fault of the agent's code), or the `budgets` for infra are spent.
+    change (a broken verifier, a fault of the agent's code), or the infra budget is spent.
 
     `earlier` holds the tries an earlier, killed run of the wave already stored, in order; `keep` returns when a record
     is stored, and only then is its session closed. `mend` is told of a lost try before the next. An attempt holds its
@@ -463,33 +462,23 @@ async def roll_out_slot(
     """
     tries = list(earlier)
 
-    def again(outcome: Outcome, further: int) -> bool:
-        return budgets.another(outcome, further, spec.group_id, spec.task_id)
-
-    async def play() -> Played:
-        refusal, now = budgets.refusal(spec.task_id), time.time()
-        if refusal is None:
-            return await client.play(spec, len(tries))
-        return Played(spec, len(tries), now, now, "", None, Outcome.SANDBOX_START, refusal)
+    def again(outcome: Outcome) -> bool:
+        return outcome in RETRYABLE and len(tries) <= client.config.rollout.infra_retries
 
     async def settle(played: Played) -> None:
         record = await client.finish(played)
         tries.append(record)
         await keep(record)
-        for task_id in budgets.note(record):
-            await asyncio.to_thread(budgets.quarantine, task_id)
         if record.session_id:
             await client.close_session(record.attempt_id, record.session_id)
 
-    while not tries or again(tries[-1].outcome, len(tries) - 1):
+    while not tries or again(tries[-1].outcome):
         async with room:
             if tries:
                 await mend(tries[-1])
-            played = await play()
-            while again(played.outcome, len(tries)):
+            played = await client.play(spec, len(tries))
+            while played.outcome in RETRYABLE and len(tries) < client.config.rollout.infra_retries:
                 await settle(played)
                 await mend(tries[-1])
-                played = await play()
+                played = await client.play(spec, len(tries))
         await settle(played)
-    if len(tries) > len(earlier):
-        budgets.ended(tries[-1])

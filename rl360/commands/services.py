@@ -63,6 +63,12 @@ def up(
     ] = False,
     judge_url: Annotated[str, typer.Option(help="LLM judge of tasks that want one, e.g. https://HOST/v1.")] = "",
     judge_key_env: Annotated[str, typer.Option(metavar="NAME", help="Environment variable with its API key.")] = "",
+    agent: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=MODULE:FUNCTION", help="An agent for rollout.agent; repeatable.")
+    ] = None,
+    harness: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE.toml", help="A program as an agent; repeatable.")
+    ] = None,
     trainer_ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 1,
     home: HomeOption = None,
     port_base: Annotated[int | None, typer.Option(help="Put all ports in a block from here.")] = None,
@@ -79,12 +85,14 @@ def up(
     """
     from infra.local import control
     from infra.local.plan import UpOptions, port_table
+    from rl360.agents.registry import agents_of
     from rl360.harbor.judge import judge_address
 
     if judge_url:
         judge_address(judge_url)  # before it stands in a file or in the arguments of a service
     elif judge_key_env:
         raise BadInput("--judge-key-env says nothing without --judge-url")
+    agents_of(agent or (), harness or ())  # refused here, not by a service that does not start
     folder = _home(home)
     options = UpOptions(
         home=str(folder),
@@ -95,6 +103,8 @@ def up(
         routed_experts=routed_experts,
         judge_url=judge_url,
         judge_key_env=judge_key_env,
+        agents=tuple(agent or ()),
+        harnesses=tuple(harness or ()),
         trainer_ranks=trainer_ranks,
         ports=port_table(port_base, _port_choices(ports or [])),
         only=tuple(part for part in only.split(",") if part),

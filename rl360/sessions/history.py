@@ -7,7 +7,6 @@ stricter comparisons first and report the tightest that holds.
 
 from __future__ import annotations
 
-import importlib
 import operator
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rl360.errors import BadInput
+from rl360.plugins import load_function
 from rl360.sessions.messages import Message
 from rl360.sessions.refusals import Refusal, SessionRefusal
 
@@ -89,12 +89,7 @@ def load_matcher(name: str) -> Matcher:
     module, colon, attribute = name.partition(":")
     if not colon or not module or not attribute:
         raise BadInput(f"matcher {name!r} is none of {', '.join(MATCHERS)} and not of the form module:function")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise BadInput(f"matcher {name!r} cannot be imported: {error}") from None
-    if not callable(function):
-        raise BadInput(f"matcher {name!r} is {type(function).__name__}, not a function")
+    function = load_function(name, "matcher")
 
     def custom(stored: Message, sent: Message) -> Match | None:
         if strict(stored, sent):

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl360.tasksets.chores import FAMILIES, Chore, draw_chore
+from rl360.tasksets.sources import BUILTIN_DIR
 
-BUILTIN_DIR = Path(__file__).parent / "chores_tasks"
 TASKS_PER_FAMILY = 2
 
 _VERIFIER = """#!/bin/sh

@@ -6,12 +6,15 @@ is large enough, so that they share their prompt in one engine's prefix cache an
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rl360.agents.rollout import AttemptSpec
 from rl360.config.run import RunConfig
 from rl360.errors import CorruptObject
+from rl360.sessions.sample import AttemptRecord
+from rl360.tasksets.mix import History, learned
 from rl360.tasksets.taskset import TaskSet, draw
 
 PLAN_SCHEMA = 1
@@ -19,10 +22,12 @@ PLAN_SCHEMA = 1
 
 @dataclass(frozen=True)
 class StepPlan:
-    """groups: group id -> task id, in draw order; waves: the attempts of each wave."""
+    """groups: group id -> task id, in draw order; waves: the attempts of each wave; history: what the run knew of its
+    tasks when it drew by difficulty, else empty."""
 
     groups: dict[str, str]
     waves: list[list[AttemptSpec]]
+    history: History = field(default_factory=dict)
 
     @property
     def attempts(self) -> int:
@@ -33,6 +38,7 @@ class StepPlan:
             "schema_version": PLAN_SCHEMA,
             "groups": self.groups,
             "waves": [[asdict(spec) for spec in wave] for wave in self.waves],
+            **({"history": self.history} if self.history else {}),
         }
 
     @classmethod
@@ -40,16 +46,22 @@ class StepPlan:
         if not isinstance(wire, dict) or wire.get("schema_version") != PLAN_SCHEMA:
             raise CorruptObject(key, f"is not a step plan of schema {PLAN_SCHEMA}")
         try:
-            return cls(dict(wire["groups"]), [[AttemptSpec(**spec) for spec in wave] for wave in wire["waves"]])
+            waves = [[AttemptSpec(**spec) for spec in wave] for wave in wire["waves"]]
+            return cls(dict(wire["groups"]), waves, dict(wire.get("history", {})))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptObject(key, f"step plan lacks or misspells a field ({error})") from None
 
 
-def plan_step(taskset: TaskSet, config: RunConfig, step: int) -> StepPlan:
-    """Draw `groups_per_step` tasks and lay out their attempts in waves of at most `wave_size`, groups kept whole."""
+def plan_step(
+    taskset: TaskSet, config: RunConfig, step: int, last: tuple[StepPlan, Sequence[AttemptRecord]] | None = None
+) -> StepPlan:
+    """Draw `groups_per_step` tasks and lay out their attempts in waves of at most `wave_size`, groups kept whole.
+    `last`: plan and records of the step before, where the run draws by difficulty."""
+    history = None if last is None else learned(last[0].history, last[1])
     groups: dict[str, str] = {}
     specs: list[AttemptSpec] = []
-    drawn = draw(taskset, config.seed, step + config.steps_before, config.taskset.groups_per_step)
+    asked = config.taskset
+    drawn = draw(taskset, config.seed, step + config.steps_before, asked.groups_per_step, asked.weights, history)
     for index, task_id in enumerate(drawn):
         group_id = f"s{step:06}-g{index:03}"
         groups[group_id] = task_id
@@ -60,4 +72,4 @@ def plan_step(taskset: TaskSet, config: RunConfig, step: int) -> StepPlan:
         )
     size, whole = config.rollout.wave_size, config.taskset.attempts_per_group
     size -= size % whole if size >= whole else 0
-    return StepPlan(groups, [specs[start : start + size] for start in range(0, len(specs), size)])
+    return StepPlan(groups, [specs[start : start + size] for start in range(0, len(specs), size)], history or {})

@@ -1,24 +1,26 @@
 """Task sets and the data cursor.
 
-A task set is a sorted collection of Harbor task directories: the builtin chores or any directory that holds such
-directories. Broken or duplicate tasks are refused with one line each; none is skipped. The cursor `draw` has no
-state: what step `k` draws follows from (seed, k, n) alone, so a resumed, replayed or forked run draws the same tasks.
+A task set is a sorted collection of Harbor task directories, wherever they come from (rl360.tasksets.sources). Broken
+or duplicate tasks are refused with one line each; none is skipped. The cursor `draw` has no state: what step `k` draws
+follows from (seed, k, n) alone, or with difficulty also from the results of earlier steps, so a resumed or replayed run
+draws the same tasks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from rl360.errors import BadInput
 from rl360.harbor.task import Task, load_task
-from rl360.tasksets.harbor_files import BUILTIN_DIR
+from rl360.tasksets.mix import domains_at, undecided
+from rl360.tasksets.sources import folder_of
 
-BUILTIN = {"builtin:chores": BUILTIN_DIR}
 MAX_TASKS = 1_000_000
 
 
@@ -46,6 +48,13 @@ class TaskSet:
     def task_ids(self) -> list[str]:
         return list(self.entries)
 
+    @property
+    def by_domain(self) -> dict[str, list[str]]:
+        pools: dict[str, list[str]] = {}
+        for task_id, entry in self.entries.items():
+            pools.setdefault(entry.domain, []).append(task_id)
+        return dict(sorted(pools.items()))
+
     def __len__(self) -> int:
         return len(self.entries)
 
@@ -54,19 +63,6 @@ class TaskSet:
             return self.entries[task_id]
         except KeyError:
             raise BadInput(f"task {task_id!r} is not in task set {self.spec} ({len(self)} tasks)") from None
-
-
-def _root(spec: str) -> Path:
-    if spec in BUILTIN:
-        return BUILTIN[spec]
-    if spec.startswith("builtin:"):
-        raise BadInput(f"task set {spec!r} is unknown; builtin ones: {', '.join(BUILTIN)}")
-    root = Path(spec).expanduser()
-    if not root.is_dir():
-        raise BadInput(
-            f"task set {spec!r} is not a directory; give {' or '.join(BUILTIN)} or a directory of Harbor tasks"
-        )
-    return root.resolve()
 
 
 def _domain(task: Task, default: str) -> str:
@@ -81,8 +77,8 @@ def _domain(task: Task, default: str) -> str:
 
 
 def load_taskset(spec: str) -> TaskSet:
-    """Load and check every task of `spec`: `builtin:chores` or a directory whose sub-directories are Harbor tasks."""
-    root = _root(spec)
+    """Load and check every task of `spec` (rl360.tasksets.sources)."""
+    root = folder_of(spec)
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not folders:
         raise BadInput(f"task set {spec!r} holds no task directory")
@@ -101,20 +97,43 @@ def load_taskset(spec: str) -> TaskSet:
     return TaskSet(spec=spec, entries=dict(sorted(found.items())), digest=digest.hexdigest())
 
 
-@lru_cache(maxsize=8)
-def _epoch_order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+@lru_cache(maxsize=64)
+def _epoch_order(size: int, seed: int, epoch: int, domain: str) -> tuple[int, ...]:
     order = list(range(size))
-    random.Random(f"cursor:{seed}:{epoch}").shuffle(order)
+    random.Random(f"cursor:{seed}:{epoch}" + (f":{domain}" if domain else "")).shuffle(order)
     return tuple(order)
 
 
-def draw(taskset: TaskSet, seed: int, step: int, n: int) -> list[str]:
+def draw(
+    taskset: TaskSet,
+    seed: int,
+    step: int,
+    n: int,
+    weights: Mapping[str, float] | None = None,
+    history: Mapping[str, Sequence[float]] | None = None,
+) -> list[str]:
     """Task ids of the `n` groups of `step`: positions step*n .. step*n+n-1 of an endless sequence of shuffled passes
-    over the set.
+    over the set, or with `weights` over each domain, which then comes by its weight. With `history` (passed, tried) a
+    position keeps its domain and takes a task of it whose attempts disagree.
     """
     if step < 0 or n < 1:
         raise BadInput(f"cannot draw {n} tasks for step {step}: the step is at least 0 and the number at least 1")
-    ids, size = taskset.task_ids, len(taskset)
-    return [
-        ids[_epoch_order(size, seed, position // size)[position % size]] for position in range(step * n, step * n + n)
-    ]
+    pools, places = {"": taskset.task_ids}, [("", position) for position in range(step * n, step * n + n)]
+    if weights:
+        pools = taskset.by_domain
+        if weights.keys() != pools.keys():
+            odd = ", ".join(sorted(weights.keys() ^ pools.keys()))
+            raise BadInput(f"taskset.weights: {odd}: {taskset.spec} has the domains {', '.join(pools)}; weigh each")
+        places = domains_at(weights, step * n, n)
+    if history is None:
+        orders = ((pools[domain], domain, place) for domain, place in places)
+        return [
+            ids[_epoch_order(len(ids), seed, place // len(ids), domain)[place % len(ids)]]
+            for ids, domain, place in orders
+        ]
+    counts = Counter(domain for domain, _ in places)
+    chosen = {
+        domain: iter(undecided(pools[domain], history, count, f"difficulty:{seed}:{step}:{domain}"))
+        for domain, count in counts.items()
+    }
+    return [next(chosen[domain]) for domain, _ in places]

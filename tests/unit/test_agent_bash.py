@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared b
 from scripted_session import Bash, Call, Fail, Hang, Say, ScriptedSessions
 
 from rl360.agents import bash_agent
-from rl360.agents.base import AgentContext, AgentEnd, AgentFailure, AgentMetrics, load_agent
-from rl360.errors import BadInput
+from rl360.agents.base import AgentContext, AgentEnd, AgentFailure, AgentMetrics
 from rl360.harbor.outcome import ExitStatus
 from rl360.sandboxes.provider import ExecResult
 
@@ -29,7 +30,9 @@ def sessions() -> Iterator[ScriptedSessions]:
     server.stop()
 
 
-def play(sessions: ScriptedSessions, *turns: Any, max_turns: int = 4, seconds: float = 10) -> tuple[Any, AgentMetrics]:
+def play(
+    sessions: ScriptedSessions, *turns: Any, max_turns: int = 4, seconds: float = 10, agent: Any = bash_agent.run
+) -> tuple[Any, AgentMetrics]:
     """Run the agent on these turns; commands `echo X` print X, others exit 3."""
     url = sessions.add("s", *turns)
     metrics = AgentMetrics()
@@ -43,7 +46,7 @@ def play(sessions: ScriptedSessions, *turns: Any, max_turns: int = 4, seconds: f
         async with httpx.AsyncClient() as http:
             deadline = asyncio.get_running_loop().time() + seconds
             context = AgentContext("Do it.", url, "openai/policy", {}, max_turns, deadline, execute, http, metrics)
-            return await bash_agent.run(context)
+            return await agent(context)
 
     try:
         return asyncio.run(go()), metrics
@@ -144,8 +147,42 @@ def test_observation() -> None:
     assert seen(0, b"\xff\x00") == "\ufffd\ufffd"
 
 
-def test_agents_load_by_import_path() -> None:
-    assert load_agent("rl360.agents.bash_agent:run") is bash_agent.run
-    for path in ("nowhere:x", "rl360.agents.bash_agent:nothing", "rl360.agents.bash_agent:TOOL", ""):
-        with pytest.raises(BadInput, match="module:function"):
-            load_agent(path)
+def edit(path: str, old: str, new: str) -> Call:
+    return Call("edit", json.dumps({"path": path, "old": old, "new": new}))
+
+
+def test_edit_is_a_second_tool_for_who_asks_for_it(sessions: ScriptedSessions) -> None:
+    bad = [Call("edit", '{"path": "x", "old": "", "new": 3}'), Call("edit", '{"path": "x"}'), edit("", "", "")]
+    end, metrics = play(sessions, edit("x", "", "y"), *bad, Say("done"), max_turns=9, agent=bash_agent.run_with_edit)
+    assert (end.exit_status, metrics.tool_calls, metrics.format_errors) == (ExitStatus.SUBMITTED, 4, 3)
+    last = sessions.seen["s"][-1]
+    assert [tool["function"]["name"] for tool in last["tools"]] == ["bash", "edit"]
+    assert last["messages"][0]["content"] == "Use bash and edit."
+    told = [item["content"] for item in last["messages"] if item["role"] == "tool"]
+    assert told[1:] == ["error: call bash with one string, command, or edit with three: path, old, new"] * 3
+    end, metrics = play(sessions, edit("x", "", "y"), Say("done"))
+    assert metrics.format_errors == 1  # the plain bash agent has no such tool
+
+
+def test_what_edit_does(tmp_path: Path) -> None:
+    def run(path: str, old: str, new: str) -> str:
+        command = bash_agent.edit_command({"function": {"name": "edit", "arguments": edit(path, old, new).arguments}})
+        assert command is not None
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.stderr.strip()
+
+    odd = "a 'b' \"c\" $d `e` \\f\r\n\tü"
+    assert run("new/one.txt", "", odd) == "" and (tmp_path / "new" / "one.txt").read_bytes() == odd.encode()
+    assert run("new/one.txt", "", "x") == "new/one.txt exists; give old, the text to replace"
+    assert (
+        run("new/one.txt", "$d `e`", "D") == "" and '"c" D \\f\r\n' in (tmp_path / "new/one.txt").read_bytes().decode()
+    )
+    assert run("new/one.txt", "missing", "x") == "old is in new/one.txt 0 times; it must be there once"
+    (tmp_path / "two").write_text("aa")
+    assert (
+        run("two", "a", "b") == "old is in two 2 times; it must be there once"
+        and (tmp_path / "two").read_text() == "aa"
+    )
+    assert "No such file" in run("none", "a", "b")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    assert "can't decode" in run("bytes", "a", "b")
