@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 
 from prefect import task
+from prefect.runtime import flow_run
 
+from rl360.agents.budgets import Budgets, LossShare
 from rl360.agents.records import RecordLog, put_table
 from rl360.agents.rollout import AttemptSpec, RolloutClient, all_at_once, roll_out_slot
 from rl360.config.run import RunConfig
@@ -55,6 +57,9 @@ def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
 
 async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_version: str, log: RecordLog) -> None:
     engines = EngineWatch(job, weight_version)
+    limit = job.config.rollout.max_infra_rate
+    share = _share(flow_run.id, job.run, job.step, limit)
+    budgets = Budgets(job.store, job.config, job.step, share, log.stored.values())
     room = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
     # what ended and is not stored yet fills the session servers: as much of it as plays, then the rest waits
     begun = asyncio.Semaphore(2 * job.config.rollout.max_concurrent)
@@ -65,7 +70,7 @@ async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_versio
             earlier.append(stored)
         with log.writer():
             async with begun:
-                await roll_out_slot(client, spec, earlier, room, log.keep, engines.mend)
+                await roll_out_slot(client, spec, earlier, room, log.keep, engines.mend, budgets)
 
     path = job.config.rollout.function
     function = load_function(path, "rollout.function") if path else all_at_once
@@ -78,6 +83,12 @@ async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_versio
     left = [spec.slot_id for spec in specs if spec.attempt_id(0) not in log.stored]
     if left:  # before the table closes the wave without them
         raise BadInput(f"rollout.function {path} left {len(left)} attempts unplayed, {left[0]} first: play each")
+
+
+@lru_cache(maxsize=8)
+def _share(_flow_run: str | None, run: str, step: int, limit: float) -> LossShare:
+    """One for all waves that a flow run launches of a step."""
+    return LossShare(run, step, limit)
 
 
 class EngineWatch:

@@ -3,16 +3,18 @@
 An attempt is: open a session, have the sandbox server run agent and verifier against it (`POST /run`), have the
 session server merge and store what it holds (together with others that end then), write the `AttemptRecord` with the
 reference, close the session. No payload comes through here. Both servers are idempotent by attempt id, so an attempt
-whose client was killed is joined, not repeated. Whatever goes wrong becomes an outcome of this attempt alone; nothing
-here turns a failure into a reward.
+whose client was killed is joined, not repeated, and one whose server was killed is asked for again: the server that
+comes back knows what became of it. Whatever goes wrong becomes an outcome of this attempt alone; nothing here turns a
+failure into a reward.
 
-A try that infrastructure lost may be tried again (`rollout.infra_retries`); every try keeps a record of its own, so
-the tokens it sampled stay accounted for.
+A try that infrastructure lost may be tried again, within what an attempt, its group and its task may cost
+(rl360.agents.budgets); every try keeps a record of its own, so the tokens it sampled stay accounted for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 import zlib
@@ -24,11 +26,11 @@ import aiohttp
 import orjson
 from pydantic import ValidationError
 
+from rl360.agents.budgets import Budgets
 from rl360.agents.stores import Item, StoreGroups
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
-from rl360.harbor.outcome import RETRYABLE
 from rl360.harbor.protocol import JudgeOrder, RunReply, RunRequest, SandboxLimits
 from rl360.harbor.verdict import receipt_problem, run_key
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
@@ -79,13 +81,15 @@ class Played:
 
 
 class _Lost(Exception):
-    """This try is lost to infrastructure; carries its outcome, and the answer of a server that refused."""
+    """This try is lost to infrastructure; carries its outcome, the answer of a server that refused, and whether it was
+    `gone`: refused connections for as long as a restart may take."""
 
-    def __init__(self, outcome: Outcome, detail: str, answer: bytes = b"") -> None:
+    def __init__(self, outcome: Outcome, detail: str, answer: bytes = b"", *, gone: bool = False) -> None:
         super().__init__(detail)
         self.outcome = outcome
         self.detail = detail
         self.answer = answer
+        self.gone = gone
 
 
 Run = Callable[[RunRequest], Awaitable[RunReply]]
@@ -137,11 +141,11 @@ class RolloutClient:
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
         self._stores = StoreGroups(self._ask_stores)
-        path = config.rollout.generate
-        self._generate: Generate = load_function(path, "rollout.generate") if path else run_as_asked
         self._placement = Placement(services.sandbox_urls, len(specs))
         for spec in specs:
             self._placement.place(spec.slot_id, spec.task_id)
+        path = config.rollout.generate
+        self._generate: Generate = load_function(path, "rollout.generate") if path else run_as_asked
 
     async def __aenter__(self) -> RolloutClient:
         return self
@@ -172,6 +176,9 @@ class RolloutClient:
                 outcome, detail = reply.outcome, reply.detail
             except _Lost as lost:
                 outcome, detail = lost.outcome, lost.detail
+                if lost.gone and outcome is Outcome.SANDBOX_LOST:
+                    with contextlib.suppress(ValueError, BadInput):  # others lost it before; there is no other
+                        self._placement.lose(server)
                 if session_id:
                     await self._flush(attempt_id, server)
         return Played(spec, try_index, started_at, time.time(), session_id, reply, outcome, detail)
@@ -295,13 +302,13 @@ class RolloutClient:
             agent_timeout_s=deadlines.agent_s,
             verifier_timeout_s=deadlines.verifier_s,
             judge=self._judge,
-            deadline_s=deadlines.client_s,
+            deadline_s=deadlines.client_s - deadlines.collect_s,  # answered before nobody waits any more
         )
         url = f"{server}/run"
 
         async def run(order: RunRequest) -> RunReply:
             body = order.model_dump(mode="json")
-            answer = await _send(self._sandboxes, url, body, deadlines.client_s, Outcome.SANDBOX_LOST)
+            answer = await _send(self._sandboxes, url, body, deadlines.client_s, Outcome.SANDBOX_LOST, {"resent": True})
             try:
                 return RunReply.model_validate(orjson.loads(answer))
             except (orjson.JSONDecodeError, ValidationError) as error:
@@ -355,7 +362,7 @@ class RolloutClient:
     async def _ask_sessions(self, url: str, body: dict[str, Any]) -> bytes:
         """A session opened or stored again is the same one, so these may be sent again whatever became of the first."""
         limit_s = self.config.deadlines.collect_s
-        return await _send(self._sessions, url, body, limit_s, Outcome.SESSION_LOST, repeatable=True)
+        return await _send(self._sessions, url, body, limit_s, Outcome.SESSION_LOST, {})
 
 
 def _http(headers: dict[str, str], limit_per_host: int = 0) -> aiohttp.ClientSession:
@@ -385,17 +392,17 @@ async def _send(
     body: dict[str, Any],
     timeout_s: float,
     lost_as: Outcome,
-    *,
-    repeatable: bool = False,
+    again: dict[str, Any],
 ) -> bytes:
     """The answer to one POST, which is sent again while the server refuses connections or has no room, within
     `_PATIENCE_S`: these are known not to have begun. Where the connection breaks later, even an idle one that the
-    server closed just as it was used again, the request may have begun: only a `repeatable` one is then sent again.
-    `StoreUnavailable` when the server could not reach the store at the end of that time: nothing is lost yet, and a
-    task that runs again asks for the same."""
+    server closed just as it was used again, the request may have begun: it then says `again` too, and the server, which
+    may have died and come back, has `_PATIENCE_S` from there on. `StoreUnavailable` when the server could not reach the
+    store at the end of that time: nothing is lost yet, and a task that runs again asks for the same."""
     give_up_at, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S[0]
+    at_the_latest = give_up_at + timeout_s
     while True:
-        unstored = False
+        unstored = gone = False
         try:
             status, answer = await _answer(http, "POST", url, body, timeout_s)
             if status < 300:
@@ -407,15 +414,15 @@ async def _send(
                 raise _Lost(lost_as, said, answer)
             unstored = _error(answer).get("code") == "store_unavailable"
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            gone = True
             said = _shown(f"{url} refuses connections ({error})", url)
         except TimeoutError:
             raise _Lost(lost_as, _shown(f"{url}: no answer within {timeout_s:g} s", url)) from None
         except aiohttp.ClientError as error:
             said = _shown(f"{url}: {type(error).__name__} {error}"[:300], url)
-            if not repeatable:
-                raise _Lost(lost_as, said) from None
+            body, give_up_at = body | again, min(time.monotonic() + _PATIENCE_S, at_the_latest)
         if time.monotonic() + pause_s > give_up_at:
-            raise StoreUnavailable(said) if unstored else _Lost(lost_as, said)
+            raise StoreUnavailable(said) if unstored else _Lost(lost_as, said, gone=gone)
         await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
         pause_s = min(2 * pause_s, _PAUSE_S[1])
 
@@ -451,9 +458,10 @@ async def roll_out_slot(
     room: asyncio.Semaphore,
     keep: Callable[[AttemptRecord], Awaitable[None]],
     mend: Callable[[AttemptRecord], Awaitable[None]],
+    budgets: Budgets,
 ) -> None:
     """Bring one planned attempt to its end: tries until one has a verdict, ended in a way that another try would not
-    change (a broken verifier, a fault of the agent's code), or the infra budget is spent.
+    change (a broken verifier, a fault of the agent's code), or the `budgets` for infra are spent.
 
     `earlier` holds the tries an earlier, killed run of the wave already stored, in order; `keep` returns when a record
     is stored, and only then is its session closed. `mend` is told of a lost try before the next. An attempt holds its
@@ -462,23 +470,33 @@ async def roll_out_slot(
     """
     tries = list(earlier)
 
-    def again(outcome: Outcome) -> bool:
-        return outcome in RETRYABLE and len(tries) <= client.config.rollout.infra_retries
+    def again(outcome: Outcome, further: int) -> bool:
+        return budgets.another(outcome, further, spec.group_id, spec.task_id)
+
+    async def play() -> Played:
+        refusal, now = budgets.refusal(spec.task_id), time.time()
+        if refusal is None:
+            return await client.play(spec, len(tries))
+        return Played(spec, len(tries), now, now, "", None, Outcome.SANDBOX_START, refusal)
 
     async def settle(played: Played) -> None:
         record = await client.finish(played)
         tries.append(record)
         await keep(record)
+        for task_id in budgets.note(record):
+            await asyncio.to_thread(budgets.quarantine, task_id)
         if record.session_id:
             await client.close_session(record.attempt_id, record.session_id)
 
-    while not tries or again(tries[-1].outcome):
+    while not tries or again(tries[-1].outcome, len(tries) - 1):
         async with room:
             if tries:
                 await mend(tries[-1])
-            played = await client.play(spec, len(tries))
-            while played.outcome in RETRYABLE and len(tries) < client.config.rollout.infra_retries:
+            played = await play()
+            while again(played.outcome, len(tries)):
                 await settle(played)
                 await mend(tries[-1])
-                played = await client.play(spec, len(tries))
+                played = await play()
         await settle(played)
+    if len(tries) > len(earlier):
+        budgets.ended(tries[-1])

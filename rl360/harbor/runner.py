@@ -1,14 +1,16 @@
 """One attempt from start to end: set up, let the agent act, prove its sandbox gone, verify, tear down.
 
-Each phase has its own clock. A teardown that fails never spoils a verdict: it is reported in `cleanup`.
+Each phase has its own clock, and all have one deadline, set when the request came: what a phase may take is never more
+than is left when the later ones keep theirs. So an agent that uses all of its time is still verified, and the caller
+still waits when the reply comes. A teardown that fails never spoils a verdict: it is reported in `cleanup`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from uuid import uuid4
 
 import httpx
 
-from rl360.agents.base import Agent, AgentContext, AgentFailure, AgentMetrics
+from rl360.agents.base import Agent, AgentContext, AgentEnd, AgentFailure, AgentMetrics
 from rl360.errors import BadInput
 from rl360.harbor.judge import Judge, JudgeSpent
 from rl360.harbor.outcome import RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_of
@@ -39,14 +41,41 @@ from rl360.sandboxes.provider import (
 )
 from rl360.sandboxes.workspace import tree_bytes
 
+log = logging.getLogger("rl360.sandbox")
 PhaseName = Literal["queue", "setup", "agent", "verify", "judge", "teardown"]
-SLACK_S = 15.0  # the verifier's sandbox start (at most VERIFIER_START_S) and stopping both sandboxes
-VERIFIER_START_S = 10.0
-STOP_DEADLINE_S = 10.0
+# What nothing else of a request's deadline is for: stopping the agent, starting the verifier's sandbox, stopping that.
+# Each may take its own most while the later ones keep what is reserved for them.
+SLACK_S = 15.0
+VERIFIER_START_S, START_RESERVE_S = 10.0, 5.0
+STOP_DEADLINE_S, STOP_RESERVE_S = 10.0, 2.0
+LEAST_S = 1.0
+CLEAR_S = 30.0
+AGENT_GRACE_S = 2.0  # for an agent to end when it is cancelled; then nobody waits for it any more
 
 
 class _StorageFull(Exception):
     """The agent filled its workspace."""
+
+
+class _Late(Exception):
+    """The agent was at work when its time was over."""
+
+
+async def _until(deadline: float, work: Awaitable[AgentEnd]) -> AgentEnd:
+    """What the agent returns, or `_Late` at the deadline: then it is cancelled, and left alone if that does not end it.
+    Its sandbox is stopped next, so it can do no more than talk. An error of its own clocks is its own, not ours."""
+    job = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({job}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+        if not done:
+            raise _Late
+        return job.result()
+    finally:
+        if not job.done():
+            job.cancel()
+            await asyncio.wait({job}, timeout=AGENT_GRACE_S)
+            if job.done() and not job.cancelled():
+                job.exception()  # seen: it ended too late to say anything
 
 
 @dataclass
@@ -71,13 +100,21 @@ class Attempt:
     judging: JudgeSpent = field(default_factory=JudgeSpent)
     started: Callable[[bool], None] = lambda _ready: None  # told when its sandbox is ready, or did not start
 
+    def __post_init__(self) -> None:
+        self.deadline = asyncio.get_running_loop().time() + self.request.deadline_s
+
+    def left(self, most_s: float, reserved_s: float = 0.0) -> float:
+        """Seconds for a part that may take `most_s`, when `reserved_s` stay for those after it."""
+        return max(LEAST_S, min(most_s, self.deadline - asyncio.get_running_loop().time() - reserved_s))
+
     @contextlib.contextmanager
     def timed(self, phase: PhaseName) -> Iterator[None]:
-        started = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         try:
             yield
         finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - started
+            self.phases[phase] = self.phases.get(phase, 0.0) + clock() - started
 
     def failed(self, phase: PhaseName, status: str, detail: str) -> None:
         self.failure_phase, self.exit_status, self.detail = phase, status, detail
@@ -119,6 +156,15 @@ class Prepared:
     agent_timeout_s: float
     verifier_timeout_s: float
     read_only: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def judge_s(self) -> float:
+        return 0.0 if self.request.judge is None else self.request.judge.timeout_s
+
+    @property
+    def verify_s(self) -> float:
+        """What is kept for the verdict whatever came before."""
+        return self.verifier_timeout_s + self.judge_s
 
 
 def prepare(
@@ -186,9 +232,14 @@ class Runner:
                 try:
                     with attempt.timed("agent"):
                         await self._act(prepared, attempt, sandbox)
+                    if attempt.exit_status in VERIFIED_AFTER:
+                        with attempt.timed("teardown"):
+                            await self._carry(prepared, attempt, sandbox)
                 finally:
                     with attempt.timed("teardown"):
-                        proof = await stop_surely(sandbox, attempt.stops, STOP_DEADLINE_S)
+                        reserved_s = START_RESERVE_S + prepared.verify_s + STOP_RESERVE_S
+                        stop_s = attempt.left(STOP_DEADLINE_S, reserved_s)
+                        proof = await stop_surely(sandbox, attempt.stops, stop_s)
                 if not proof.confirmed:
                     # what still lives could change the files under the verifier's eyes
                     attempt.failed("teardown", ExitStatus.SANDBOX_LOST, proof.evidence)
@@ -197,6 +248,13 @@ class Runner:
         except asyncio.CancelledError:
             if attempt.verdict is None:
                 attempt.exit_status, attempt.detail = ExitStatus.ABORTED, "cancelled"
+        except Exception as error:  # a provider's adapter, or a bug: an outcome all the same, and torn down
+            log.exception("attempt %s", attempt.request.attempt_id)
+            if attempt.verdict is None:
+                attempt.exit_status, attempt.detail = (
+                    ExitStatus.INTERNAL_ERROR,
+                    f"{type(error).__name__}: {error}"[:500],
+                )
         finally:
             attempt.closing = True
             with attempt.timed("teardown"):
@@ -220,6 +278,10 @@ class Runner:
                         read_only={**prepared.read_only, **mounts},
                         env=task.config.environment.env,
                         start_timeout_s=request.setup_timeout_s,
+                        image=task.config.environment.docker_image,
+                        network=task.config.environment.network_mode,
+                        disk_mb=task.config.environment.storage_mb,
+                        lifetime_s=request.deadline_s,
                     )
                     return await self.provider.create(spec)
         except TimeoutError:
@@ -255,14 +317,13 @@ class Runner:
             transcript=attempt.transcript,
             folder=_agent_folder(sandbox.spec.workspace),
         )
-        clock = asyncio.timeout_at(context.deadline)
         try:
-            async with clock:
-                end = await prepared.agent(context)
+            end = await _until(context.deadline, prepared.agent(context))
             attempt.exit_status, attempt.detail = end.exit_status, end.detail
+        except _Late:
+            attempt.failed("agent", ExitStatus.AGENT_TIMEOUT, f"agent ran {prepared.agent_timeout_s:g} s")
         except AgentFailure as error:
-            late = clock.expired() or asyncio.get_running_loop().time() >= context.deadline
-            if late:
+            if asyncio.get_running_loop().time() >= context.deadline:
                 attempt.failed("agent", ExitStatus.AGENT_TIMEOUT, str(error))
             else:
                 attempt.failed("agent", error.exit_status, str(error))
@@ -273,14 +334,20 @@ class Runner:
             detail = f"workspace over {prepared.task.config.environment.storage_mb} MB or too many files"
             attempt.failed("agent", ExitStatus.SANDBOX_LIMIT, detail)
         except Exception as error:  # plug-in code may raise anything; it is named, never scored
-            if isinstance(error, TimeoutError) and clock.expired():
-                attempt.failed("agent", ExitStatus.AGENT_TIMEOUT, f"agent ran {prepared.agent_timeout_s:g} s")
-            else:
-                attempt.failed("agent", ExitStatus.AGENT_ERROR, f"{type(error).__name__}: {error}"[:500])
+            attempt.failed("agent", ExitStatus.AGENT_ERROR, f"{type(error).__name__}: {error}"[:500])
+
+    async def _carry(self, prepared: Prepared, attempt: Attempt, sandbox: Sandbox) -> None:
+        """Have the agent's files on this host; without them there is nothing to judge."""
+        try:
+            await sandbox.carry(attempt.left(STOP_DEADLINE_S, START_RESERVE_S + prepared.verify_s + STOP_RESERVE_S))
+        except SandboxGone as error:
+            status = ExitStatus.SANDBOX_LIMIT if error.by_contents else ExitStatus.SANDBOX_LOST
+            attempt.failed("teardown", status, str(error))
 
     async def _verify(self, prepared: Prepared, attempt: Attempt) -> None:
         request = prepared.request
         assert attempt.workspace is not None
+        start_s = attempt.left(VERIFIER_START_S, prepared.verify_s + STOP_RESERVE_S)
         order = VerifyOrder(
             task=prepared.task,
             workspace=attempt.workspace,
@@ -290,7 +357,8 @@ class Runner:
             labels=labels_of(request),
             limits=prepared.limits,
             timeout_s=prepared.verifier_timeout_s,
-            start_timeout_s=VERIFIER_START_S,
+            start_timeout_s=start_s,
+            stop_s=lambda: attempt.left(STOP_DEADLINE_S, prepared.judge_s),
             timed=attempt.timed,
             key=run_key(self._token, request.run),
             bench=Bench(self.judge, self.http, request.judge, attempt.transcript, attempt.judging)
@@ -308,10 +376,17 @@ class Runner:
 
     async def _clear(self, attempt: Attempt) -> None:
         """Delete the workspace unless something unproven may still use it; then it stays for `reap`."""
-        if attempt.workspace is None:
+        if attempt.workspace is None or not all(proof.confirmed for proof in attempt.stops):
             return
-        if all(proof.confirmed for proof in attempt.stops):
-            attempt.left_behind = await self.provider.remove_workspace(attempt.workspace)
+        job = asyncio.ensure_future(self.provider.remove_workspace(attempt.workspace))
+        done, _ = await asyncio.wait({job}, timeout=attempt.left(CLEAR_S))
+        if not done:
+            job.cancel()
+            attempt.left_behind = f"{attempt.workspace.path}: not deleted in time"
+        elif (error := job.exception()) is not None:  # the verdict is there already
+            attempt.left_behind = f"{attempt.workspace.path}: not deleted: {type(error).__name__}: {error}"[:500]
+        else:
+            attempt.left_behind = job.result()
 
 
 def _agent_folder(workspace: Workspace) -> Path:

@@ -1,7 +1,8 @@
 """The sandbox server: `POST /run` carries one attempt, `POST /flush` cancels, `GET /health` needs no token.
 
 A repeated POST of an attempt joins the running one or gets the recorded reply; a client that hangs up loses nothing.
-Attempts wait in a bounded queue with its own clock, so waiting is never agent time; a full queue is refused at once.
+With a store (rl360.harbor.replies) that holds across restarts and across servers. Attempts wait in a bounded queue with
+its own clock, so waiting is never agent time; a full queue is refused at once.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import hmac
 import logging
 import os
 import resource
-import time
+import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -28,29 +30,31 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl360.agents.base import Agent
 from rl360.agents.registry import agents_of
-from rl360.config.services import home_dir, service_token
-from rl360.errors import BadInput, Rl360Error
+from rl360.config.services import home_dir, load_services, service_token
+from rl360.errors import BadInput, Rl360Error, StoreUnavailable
 from rl360.harbor.judge import Judge
-from rl360.harbor.outcome import ExitStatus
+from rl360.harbor.outcome import ExitStatus, boundary_of, is_known
 from rl360.harbor.protocol import RunReply, RunRequest
+from rl360.harbor.replies import OtherRequest, Replies, identity, lost_reply, refuse_another
 from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
+from rl360.harbor.turns import Turns, add_options, gate_of, need_of
 from rl360.ledger.outcomes import Outcome
+from rl360.sandboxes.admission import Gate
 from rl360.sandboxes.bubblewrap import BubblewrapProvider
+from rl360.sandboxes.host import host_room
 from rl360.sandboxes.provider import SandboxProvider
+from rl360.store.object_store import ObjectStore
 
 log = logging.getLogger("rl360.sandbox")
 MAX_BODY_BYTES = 1 << 20
 JSON = "application/json"
 FEW_IDLE = httpx.Limits(max_connections=None, max_keepalive_connections=8)  # httpx polls each at every request
-IDENTITY = ("instance_id", "task_dir", "agent_name", "base_url", "model", "sampling_params", "max_seq_len", "max_turns")
+STORE_TIMEOUT_S = 5.0
+IN_MEMORY, IN_STORE = 20_000, 512  # replies that are remembered here: all there are, or a shortcut to the store
 
 
 class QueueFull(Rl360Error):
     """More attempts wait than the server takes; the client asks again later or elsewhere."""
-
-
-class OtherRequest(Rl360Error):
-    """The attempt id was used before with another request."""
 
 
 class FlushRequest(BaseModel):
@@ -72,17 +76,30 @@ class Entry:
     owner: str
 
 
-class Attempts:
-    """The queue and the record of attempts. `finished` holds the last `keep` replies."""
+@dataclass(frozen=True)
+class Finished:
+    """An attempt that ended. Not `settled`: the store could not take its reply yet, so nobody was told of it."""
 
-    def __init__(self, runner: Runner, max_concurrent: int, queue_limit: int, keep: int = 20_000) -> None:
-        self.runner = runner
-        self.max_concurrent, self.queue_limit, self.keep = max_concurrent, queue_limit, keep
-        self._slots = asyncio.Semaphore(max_concurrent)
+    request: RunRequest
+    reply: RunReply
+    settled: bool
+
+
+class Attempts:
+    """The queue and the record of attempts. `replies`: where what ended is kept; without it only here, for as long as
+    this process lives and for the last `IN_MEMORY` of them."""
+
+    def __init__(self, runner: Runner, gate: Gate, queue_limit: int, replies: Replies | None = None) -> None:
+        self.runner, self.replies = runner, replies
+        self.gate, self.queue_limit = gate, queue_limit
+        self.max_concurrent = gate.waves.pace.max_concurrent
+        self._turns = Turns(gate)
         self._open: dict[str, Entry] = {}
-        self._finished: OrderedDict[str, tuple[RunRequest, RunReply]] = OrderedDict()
+        self._finished: OrderedDict[str, Finished] = OrderedDict()
         self.waiting = 0
         self.outcomes: Counter[str] = Counter()
+        self.losses: Counter[str] = Counter()
+        self.unknown: Counter[str] = Counter()
         self.unconfirmed = 0
 
     @property
@@ -94,12 +111,13 @@ class Attempts:
         key = request_key(request)
         known = self._finished.get(key)
         if known is not None:
-            _same(known[0], request)
-            return known[1]
+            refuse_another(identity(known.request), request)
+            return known.reply if known.settled else await self._settle(known.request, known.reply)
         entry = self._open.get(key)
         if entry is None:
             self._require_room()
             prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents, self.runner.judge)
+            self.gate.reservations.require(need_of(prepared))
             entry = self._open.get(key)
         if entry is None:
             self._require_room()
@@ -108,7 +126,7 @@ class Attempts:
             self._open[key] = entry
             # not in `_carry`: a flush may cancel it before it has begun
             entry.job.add_done_callback(lambda _: self._open.pop(key, None))
-        _same(entry.attempt.request, request)
+        refuse_another(identity(entry.attempt.request), request)
         # shielded: the attempt belongs to the server, not to the connection
         return await asyncio.shield(entry.job)
 
@@ -118,40 +136,68 @@ class Attempts:
 
     async def _carry(self, prepared: Prepared, attempt: Attempt) -> RunReply:
         request = prepared.request
-        if await self._slot(attempt):
+        if self.replies is not None:
+            recorded = await self.replies.claim(request)
+            if recorded is not None:
+                return self._remember(request, recorded)
+        elif request.resent:
+            return await self._settle(request, lost_reply("asked again of a server that has no store and knows it not"))
+        if await self._turn(prepared, attempt):
             try:
                 reply = await self.runner.run(prepared, attempt)
             finally:
-                self._slots.release()
+                self._turns.leave(request_key(request))
         else:
             reply = attempt.reply()
-        self._finished[request_key(request)] = (request, reply)
-        while len(self._finished) > self.keep:
+        attempt.closing = True
+        return await self._settle(request, reply)
+
+    async def _settle(self, request: RunRequest, reply: RunReply) -> RunReply:
+        """The reply that counts, in the store. Where that is away `StoreUnavailable`, and whoever asks again tries
+        again."""
+        key = request_key(request)
+        self._finished[key] = Finished(request, reply, False)
+        if self.replies is not None:
+            reply = await self.replies.keep(request, reply)
+        known = self._finished.get(key)
+        if known is None or not known.settled:  # two may have asked for it at once
+            self._count(request, reply)
+        return self._remember(request, reply)
+
+    def _remember(self, request: RunRequest, reply: RunReply) -> RunReply:
+        self._finished[request_key(request)] = Finished(request, reply, True)
+        while len(self._finished) > (IN_MEMORY if self.replies is None else IN_STORE):
             self._finished.popitem(last=False)
-        self._count(request, reply)
         return reply
 
-    async def _slot(self, attempt: Attempt) -> bool:
-        """Wait for a slot on the queue's own clock; False when there was none in time, or the attempt was cancelled."""
-        limit_s = attempt.request.queue_timeout_s
-        started = time.monotonic()
+    async def _turn(self, prepared: Prepared, attempt: Attempt) -> bool:
+        """Wait for a turn on the queue's own clock; False when there was none in time, or the attempt was cancelled."""
+        request = attempt.request
+        key, limit_s = request_key(request), request.queue_timeout_s
+        attempt.started = partial(self._turns.settle, key)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         self.waiting += 1
         try:
             async with asyncio.timeout(limit_s):
-                await self._slots.acquire()
+                await self._turns.wait(key, request.instance_id, need_of(prepared))
             return True
         except TimeoutError:
-            attempt.failed("queue", ExitStatus.QUEUE_TIMEOUT, f"no free slot of {self.max_concurrent} in {limit_s:g} s")
+            said = f"no turn within {limit_s:g} s: {self.gate.waves.live} of {self.max_concurrent} run, "
+            attempt.failed("queue", ExitStatus.QUEUE_TIMEOUT, f"{said}left to promise: {self.gate.reservations.left}")
             return False
         except asyncio.CancelledError:
             attempt.failed("queue", ExitStatus.ABORTED, "cancelled while queued")
             return False
         finally:
             self.waiting -= 1
-            attempt.phases["queue"] = time.monotonic() - started
+            attempt.phases["queue"] = loop.time() - started
 
     def _count(self, request: RunRequest, reply: RunReply) -> None:
         self.outcomes[reply.outcome] += 1
+        boundary = boundary_of(reply.outcome, reply.exit_status)
+        self.losses.update([boundary] if boundary is not None else [])
+        self.unknown.update([] if is_known(reply.exit_status) else [reply.exit_status[:80]])
         self.unconfirmed += not reply.cleanup.confirmed
         level = (
             logging.WARNING if reply.outcome == Outcome.UNCLASSIFIED or not reply.cleanup.confirmed else logging.INFO
@@ -182,14 +228,8 @@ class Attempts:
                 entry.job.cancel()
         if jobs:
             await asyncio.wait(jobs)
-
-
-def _same(known: RunRequest, request: RunRequest) -> None:
-    """A repeat may come with other clocks and limits, not with another task, session or agent: the recorded reply
-    would then be paired with tokens it never saw."""
-    names = [name for name in IDENTITY if getattr(known, name) != getattr(request, name)]
-    if names:
-        raise OtherRequest(f"attempt {request.attempt_id} ran with another {', '.join(names)}; use a new attempt_id")
+        if self.replies is not None:
+            self.replies.close()
 
 
 def make_app(
@@ -198,6 +238,7 @@ def make_app(
     args: argparse.Namespace,
     token: str,
     judge: Judge | None = None,
+    replies: Replies | None = None,
 ) -> FastAPI:
     """The HTTP face."""
     incarnation = os.environ.get("RL360_INCARNATION") or uuid4().hex
@@ -209,7 +250,8 @@ def make_app(
         for line in await provider.reap():
             log.warning("left by an earlier server: %s", line)
         async with httpx.AsyncClient(limits=FEW_IDLE, trust_env=False) as http:
-            attempts = Attempts(Runner(provider, http, token, judge), args.max_concurrent, args.queue_limit)
+            gate = gate_of(args, host_room(args.home or home_dir()))
+            attempts = Attempts(Runner(provider, http, token, judge), gate, args.queue_limit, replies)
             app.state.attempts = attempts
             yield
             await attempts.close()
@@ -223,9 +265,18 @@ def make_app(
             "running": attempts.running,
             "queued": attempts.waiting,
             "max_concurrent": attempts.max_concurrent,
+            "starting": attempts.gate.waves.starting,
+            "window": int(attempts.gate.waves.window),
+            "starts": attempts.gate.waves.begun,
+            "warm_starts": attempts.gate.waves.warm,
+            "room": attempts.gate.reservations.room._asdict(),
+            "room_left": attempts.gate.reservations.left._asdict(),
             "queue_limit": attempts.queue_limit,
             "outcomes": {str(name): count for name, count in attempts.outcomes.items()},
+            "losses": {str(name): count for name, count in attempts.losses.items()},
+            "unknown_statuses": dict(attempts.unknown),
             "agents": sorted(agents),
+            "store": None if replies is None else f"{replies.store.endpoint_url}/{replies.store.bucket}",
             "cleanup_unconfirmed": attempts.unconfirmed,
             "judge": None if judge is None else judge.host,
         }
@@ -248,6 +299,8 @@ def make_app(
             return refuse(409, str(error))
         except QueueFull as error:
             return refuse(503, str(error))
+        except StoreUnavailable as error:
+            return refuse(503, str(error), "store_unavailable")
         return Response(reply.model_dump_json(), media_type=JSON)
 
     @app.post("/flush")
@@ -286,8 +339,8 @@ def answer(status: int, body: object) -> Response:
     return Response(orjson.dumps(body), status, media_type=JSON)
 
 
-def refuse(status: int, message: str) -> Response:
-    return answer(status, {"error": {"message": message, "code": status}})
+def refuse(status: int, message: str, code: str | None = None) -> Response:
+    return answer(status, {"error": {"message": message, "code": code or status}})
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -300,9 +353,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rl360.harbor.server", description="rl360 sandbox server (/run)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=13300)
-    parser.add_argument("--max-concurrent", type=int, default=32, help="attempts that run at once")
+    add_options(parser)
     parser.add_argument("--queue-limit", type=int, default=4096, help="attempts that may wait")
     parser.add_argument("--home", type=Path, default=None, help="local state (default: $RL360_HOME, else .rl360)")
+    parser.add_argument("--store", action="store_true", help="keep replies in the deployment's object store")
     parser.add_argument("--agent", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="add an agent")
     parser.add_argument("--harness", action="append", default=[], metavar="NAME=FILE", help="add a program as an agent")
     parser.add_argument("--judge-url", default="", help="of an LLM judge, e.g. https://HOST/v1 (docs/judges.md)")
@@ -311,10 +365,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.judge_key_env and not args.judge_url:
         parser.error("--judge-key-env says nothing without --judge-url")
-    for name in ("max_concurrent", "queue_limit", "judge_concurrency"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    least = dict.fromkeys(("max_concurrent", "per_task", "wave_size", "queue_limit", "judge_concurrency"), 1.0)
+    for name, low in (least | {"wave_interval_s": 0.0, "ready_goal_s": 0.01}).items():
+        if getattr(args, name) is not None and not getattr(args, name) >= low:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low:g}")
     return args
+
+
+def replies_of(args: argparse.Namespace) -> Replies:
+    """In the store of the local deployment, under a name that no two processes have at once: a port of a host."""
+    services = load_services(args.home)
+    secrets = services.secrets()
+    keys = (secrets.s3_access_key, secrets.s3_secret_key)
+    store = ObjectStore(services.s3_endpoint, services.s3_bucket, *keys, timeout_s=STORE_TIMEOUT_S)
+    return Replies(store, f"{socket.gethostname()}:{args.host}:{args.port}")
 
 
 def raise_open_files() -> None:
@@ -334,7 +398,8 @@ def main(argv: list[str] | None = None) -> None:
         judge = Judge.at(args.judge_url, args.judge_key_env, args.judge_concurrency) if args.judge_url else None
         # one root per port: several servers may share a home, and each reaps only its own
         provider = BubblewrapProvider((args.home or home_dir()) / "sandboxes" / str(args.port))
-        app = make_app(provider, agents_of(args.agent, args.harness), args, token, judge)
+        replies = replies_of(args) if args.store else None
+        app = make_app(provider, agents_of(args.agent, args.harness), args, token, judge, replies)
     except Rl360Error as error:
         raise SystemExit(f"sandbox server: {error}") from None
     uvicorn.run(

@@ -1,6 +1,6 @@
 """Turns: attempts that wait at a `Gate` until they may start a sandbox, and the options of that gate.
 
-One loop, one clock (the loop's). What may be promised is what the host has, unless `--promise` says otherwise.
+One loop, one clock (the loop's).
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl360.sandboxes.admission import Gate, Reservations, Room
-from rl360.sandboxes.host import host_room
 from rl360.sandboxes.waves import Pace, Waves
 
 if TYPE_CHECKING:
@@ -75,8 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-concurrent", type=int, default=32, help="attempts that run at once")
     parser.add_argument("--per-task", type=int, default=None, help="of them of one task (default: all)")
     parser.add_argument("--wave-size", type=int, default=32, help="sandboxes that begin to start in a wave")
-    parser.add_argument("--wave-interval-s", type=_seconds, default=0.25, help="seconds from wave to wave")
-    parser.add_argument("--ready-goal-s", type=_seconds, default=1.0, help="starts that take longer slow down the next")
+    parser.add_argument("--wave-interval-s", type=float, default=0.25, help="seconds from wave to wave")
+    parser.add_argument("--ready-goal-s", type=float, default=1.0, help="starts that take longer slow down the next")
     parser.add_argument(
         "--promise",
         type=_promise,
@@ -86,18 +84,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def gate_of(args: argparse.Namespace, folder: Path) -> Gate:
-    """As the options say, for sandboxes whose files are under `folder`."""
+def gate_of(args: argparse.Namespace, room: Room) -> Gate:
+    """As the options say; `room`: what there is, where they say nothing."""
     everything = args.max_concurrent
     pace = Pace(args.wave_size, args.wave_interval_s, everything, args.per_task or everything, args.ready_goal_s)
-    return Gate(Waves(pace), Reservations(host_room(folder)._replace(**args.promise)))
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: give seconds, 0 or more")
-    return value
+    return Gate(Waves(pace), Reservations(room._replace(**args.promise)))
 
 
 def _promise(text: str) -> dict[str, int]:

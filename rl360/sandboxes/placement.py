@@ -4,7 +4,7 @@ Each image group has `homes` nodes, the first of its own ranking (rendezvous has
 them. An attempt goes to the home with fewer attempts; a home that has `slack` times its share of all is passed by, so
 no node is overrun by a popular image. Two homes cost two pulls an image and mean that a lost node leaves one warm: its
 groups stay with their other home, and only one that has none left gets another. What was on the lost node moves,
-nothing else does; when it is back, it is a home of the same groups. A new node is a home of those that rank it first.
+nothing else does; when it is back, it is a home of the same groups.
 """
 
 from __future__ import annotations
@@ -69,11 +69,6 @@ class Placement:
     def __contains__(self, key: str) -> bool:
         return key in self._at
 
-    def release(self, key: str) -> None:
-        """It ended; a second time is a `KeyError`."""
-        _, node = self._at.pop(key)
-        self._load[node] -= 1
-
     def lose(self, node: str) -> dict[str, str]:
         """The node is away: attempts that were on it, with their new nodes."""
         if node not in self._nodes - self._lost:
@@ -83,17 +78,8 @@ class Placement:
         self._lost.add(node)
         moved = {key: group for key, (group, at) in self._at.items() if at == node}
         for key in moved:
-            self.release(key)
+            del self._at[key]
         return {key: self.place(key, group) for key, group in moved.items()}
-
-    def join(self, node: str) -> None:
-        """The node is there, new or again. Nothing that runs moves to it."""
-        if node in self._nodes - self._lost:
-            raise ValueError(f"{node} is already there")
-        if node not in self._nodes:
-            self._rankings.clear()
-        self._nodes.add(node)
-        self._lost.discard(node)
 
 
 def _weight(node: str, group: str) -> bytes:

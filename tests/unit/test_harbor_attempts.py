@@ -16,6 +16,7 @@ from rl360.harbor.protocol import JudgeOrder, RunRequest
 from rl360.harbor.runner import Runner, prepare
 from rl360.harbor.server import Attempts, FlushRequest, parse_args
 from rl360.harbor.turns import gate_of
+from rl360.sandboxes.host import host_room
 from rl360.sandboxes.provider import SandboxNeeds, SandboxProvider
 from rl360.tasksets.harbor_files import BUILTIN_DIR
 
@@ -35,7 +36,7 @@ def test_an_attempt_flushed_before_it_began_frees_its_place(tmp_path: Path) -> N
 
     async def go() -> tuple[Any, int]:
         async with httpx.AsyncClient() as http:
-            gate = gate_of(parse_args(["--max-concurrent", "1"]), tmp_path)
+            gate = gate_of(parse_args(["--max-concurrent", "1"]), host_room(tmp_path))
             attempts = Attempts(Runner(cast(SandboxProvider, NeverStarts()), http, "t" * 16), gate, 1)
             asked = asyncio.create_task(attempts.submit(request, "", {"bash": bash_agent.run}))
             while not attempts.running:  # noqa: ASYNC110  the moment between made and begun is what is tested
@@ -83,7 +84,7 @@ def test_a_judged_task_is_refused_before_it_runs(tmp_path: Path, asked: bool, ur
         (["--judge-url", "http://h/v1", "--judge-concurrency", "0"], "--judge-concurrency 0: must be at least 1"),
         (["--wave-size", "0"], "--wave-size 0: must be at least 1"),
         (["--per-task", "0"], "--per-task 0: must be at least 1"),
-        (["--ready-goal-s", "-1"], "-1: give seconds, 0 or more"),
+        (["--ready-goal-s", "-1"], "--ready-goal-s -1.0: must be at least 0.01"),
         (["--promise", "cpus=2,memory=5"], "'memory=5': give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER"),
     ],
 )

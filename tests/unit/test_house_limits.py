@@ -26,6 +26,8 @@ ADAPTERS = (
     "rl360/sandboxes/bubblewrap.py",
     "rl360/sandboxes/bwrap_process.py",
     "rl360/sandboxes/cgroups.py",
+    "rl360/sandboxes/seccomp.py",
+    "rl360/sandboxes/host.py",
     "rl360/sandboxes/providers/",
     "rl360/sandboxes/rooted.py",
     "rl360/sessions/families/glm4.py",

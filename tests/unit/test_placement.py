@@ -56,8 +56,6 @@ def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
     placement = placed()
     with pytest.raises(ValueError, match="k1 is placed"):
         placement.place("k1", "image-1")
-    with pytest.raises(ValueError, match="already there"):
-        placement.join(NODES[0])
     with pytest.raises(ValueError, match="not there"):
         placement.lose("http://elsewhere")
     placement.lose(NODES[0])
