@@ -45,6 +45,7 @@ MAX_REWARD_BYTES = 65_536
 MAX_LOG_BYTES = 2000
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 SIGNALLED = 128
+END_S = 60.0  # of the lease of a verifier's sandbox, for its files and its end
 Found = tuple[float | None, Outcome | None, str]  # a reward or the problem, and a line about it
 
 
@@ -143,6 +144,10 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
         with_logs=True,
         env={**environment.env, **order.task.config.verifier.env},
         start_timeout_s=order.start_timeout_s,
+        image=environment.docker_image,
+        network=environment.network_mode,
+        disk_mb=environment.storage_mb,
+        lifetime_s=order.start_timeout_s + order.timeout_s + END_S,
     )
     try:
         sandbox = await provider.create(spec)
@@ -158,6 +163,8 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
         elif result.exit_code > SIGNALLED:
             # the exit code of a test.sh that ended is ignored; one that was killed did not end
             problem, log = Outcome.VERIFIER_ERROR, f"test.sh was ended by signal {result.exit_code - 128}; {log}"
+        else:
+            await sandbox.carry(order.stop_s())
     except SandboxGone as error:
         problem, log = Outcome.VERIFIER_ERROR, str(error)
     finally:
