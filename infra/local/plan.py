@@ -378,7 +378,7 @@ def _sandbox(options: UpOptions) -> Spec:
         given += [part for value in values for part in (flag, value)]
     return Spec(
         name="sandbox-0",
-        argv=(sys.executable, "-m", "rl360.harbor.server", *_http(port), *given),
+        argv=(sys.executable, "-m", "rl360.harbor.server", *_http(port), "--store", *given),
         env=judge_key(options),
         port=port,
         ports=(port,),
