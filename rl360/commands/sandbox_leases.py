@@ -10,7 +10,7 @@ import orjson
 import typer
 
 from rl360.config.services import home_dir, service_token
-from rl360.errors import BadInput, Rl360Error
+from rl360.errors import BadInput
 
 if TYPE_CHECKING:
     from rl360.sandboxes.leases import Lease
@@ -111,8 +111,5 @@ def _daemon(kind: str) -> tuple[Daemon, str]:
     from rl360.sandboxes.providers import open_daemon
     from rl360.sandboxes.providers.remote import deployment_of
 
-    try:
-        token = service_token()
-    except Rl360Error as error:
-        raise BadInput(f"whose sandboxes: {error}") from None
-    return open_daemon(kind), deployment_of(token)
+    daemon = open_daemon(kind)
+    return daemon, deployment_of(service_token())

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Sandboxes: whose there are, what nobody owns, the policies simulated.")
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
+sandbox_leases.register(app)
 
 
 def register(root: typer.Typer) -> None:
     """Add `sandboxes` to the program."""
-    sandbox_leases.register(app)
     root.add_typer(app, name="sandboxes")
 
 

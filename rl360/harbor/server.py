@@ -40,9 +40,9 @@ from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
 from rl360.harbor.turns import Turns, add_options, gate_of, need_of
 from rl360.ledger.outcomes import Outcome
 from rl360.sandboxes.admission import Gate
-from rl360.sandboxes.bubblewrap import BubblewrapProvider
 from rl360.sandboxes.host import host_room
 from rl360.sandboxes.provider import SandboxProvider
+from rl360.sandboxes.providers import KINDS, open_provider
 from rl360.store.object_store import ObjectStore
 
 log = logging.getLogger("rl360.sandbox")
@@ -353,6 +353,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rl360.harbor.server", description="rl360 sandbox server (/run)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=13300)
+    parser.add_argument("--provider", choices=KINDS, default=KINDS[0], help="where sandboxes run (docs/providers.md)")
     add_options(parser)
     parser.add_argument("--queue-limit", type=int, default=4096, help="attempts that may wait")
     parser.add_argument("--home", type=Path, default=None, help="local state (default: $RL360_HOME, else .rl360)")
@@ -397,7 +398,8 @@ def main(argv: list[str] | None = None) -> None:
         token = service_token()
         judge = Judge.at(args.judge_url, args.judge_key_env, args.judge_concurrency) if args.judge_url else None
         # one root per port: several servers may share a home, and each reaps only its own
-        provider = BubblewrapProvider((args.home or home_dir()) / "sandboxes" / str(args.port))
+        root = (args.home or home_dir()) / "sandboxes" / str(args.port)
+        provider = open_provider(args.provider, root, token)
         replies = replies_of(args) if args.store else None
         app = make_app(provider, agents_of(args.agent, args.harness), args, token, judge, replies)
     except Rl360Error as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 import orjson
 
 from rl360.errors import BadInput
-from rl360.sandboxes import cgroups, leases
+from rl360.sandboxes import cgroups, leases, seccomp
 from rl360.sandboxes.bwrap_process import BwrapSandbox, launch
 from rl360.sandboxes.provider import SandboxNeeds, SandboxSpec, SandboxStartError
 from rl360.sandboxes.rooted import Rooted, safe_name
@@ -30,6 +30,7 @@ SANDBOX_UID = 65534
 LOGS_DIR = "/logs/verifier"
 ENV_NAME = "RL360_SANDBOX"
 REAP_DEADLINE_S = 10.0
+OPEN_FILES = 4096
 TOOLS = ("bwrap", "nsenter", "bash", "tar")
 # PID 1 of a sandbox needs these only to drop to SANDBOX_UID; setpriv then leaves none, not even in the bounding set
 DROP_CAPS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
@@ -45,6 +46,7 @@ class BubblewrapProvider(Rooted):
                 raise BadInput(f"`{tool}` is not installed; run `apt-get install bubblewrap util-linux bash tar`")
         self.as_root = os.geteuid() == 0
         self.uid = SANDBOX_UID if self.as_root else os.geteuid()
+        self._seccomp = seccomp.program() or b""
         super().__init__(root, self.uid if self.as_root else None)
         make_etc(self.root / "shared" / "etc", self.uid)
 
@@ -80,8 +82,11 @@ class BubblewrapProvider(Rooted):
         return None if shutil.which("python3", path="/usr/bin:/bin") else Path(sys.base_prefix)
 
     def bare_argv(self, spec: SandboxSpec) -> list[str]:
-        """The namespaces and mounts of a sandbox around a command that does nothing: what a benchmark compares with."""
-        return ["bwrap", *self._mounts(spec), "true"]
+        """The namespaces and mounts of a sandbox around a command that does nothing: what a benchmark compares with.
+
+        `--as-pid-1`, or bwrap ends before the process it started and nobody ever sees what that has used.
+        """
+        return ["bwrap", *self._mounts(spec), "--as-pid-1", "true"]
 
     def _mounts(self, spec: SandboxSpec) -> list[str]:
         argv = [*self._system]
@@ -99,9 +104,10 @@ class BubblewrapProvider(Rooted):
             argv += [option, str(host), inside]
         return [*argv, "--remount-ro", "/", "--chdir", spec.workdir, "--die-with-parent"]
 
-    def _argv(self, spec: SandboxSpec, joins: tuple[str, ...], info_fd: int) -> list[str]:
+    def _argv(self, spec: SandboxSpec, joins: tuple[str, ...], info_fd: int, filter_fd: int) -> list[str]:
         argv = [*(("sh", "-c", JOIN_AND_EXEC, "sh", *joins, "--") if joins else ()), "bwrap", *self._mounts(spec)]
         argv += ["--as-pid-1", "--info-fd", str(info_fd)]
+        argv += ["--seccomp", str(filter_fd)] if self._seccomp else []
         if not self.as_root:
             return [*argv, *_with_variables(spec.env)]
         for cap in DROP_CAPS:
@@ -131,6 +137,7 @@ class BubblewrapProvider(Rooted):
         have = cgroups.parents().controllers
         cpu_s = max(1, int(limits.cpu_time_s))
         parts = ["ulimit -c 0", f"ulimit -f {limits.file_size_mb * 2048}", f"ulimit -t {cpu_s}"]
+        parts.append(f"ulimit -n {OPEN_FILES}")  # what a server raised for itself is no sandbox's
         if "memory" not in have:
             parts.append(f"ulimit -v {limits.memory_mb * 1024}")
         if "pids" not in have and not self.as_root:  # counted per user: as root every sandbox is the same user
@@ -151,9 +158,10 @@ class BubblewrapProvider(Rooted):
             return await launch(
                 spec,
                 group,
-                lambda info_fd: self._argv(spec, group.joins, info_fd),
+                lambda info_fd, filter_fd: self._argv(spec, group.joins, info_fd, filter_fd),
                 self._environment(spec),
                 self._first_line(spec),
+                self._seccomp,
             )
         except (SandboxStartError, OSError, ValueError) as error:  # ValueError: what no command line can hold
             left = cgroups.remove(group)

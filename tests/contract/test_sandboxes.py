@@ -766,17 +766,19 @@ def test_a_killed_server_leaves_nothing_after_its_restart(
 
 
 SANDBOXES_WITHOUT_END = """
-import asyncio, itertools, sys
+import asyncio, contextlib, itertools, sys
 from pathlib import Path
 from rl360.harbor.protocol import SandboxLimits
 from rl360.sandboxes.bubblewrap import BubblewrapProvider
-from rl360.sandboxes.provider import SandboxSpec
+from rl360.sandboxes.provider import SandboxSpec, SandboxStartError
 
 async def churn(provider, lane):
     for number in itertools.count():
         name = f"{lane}-{number}"
         workspace = await provider.new_workspace(name, None)
-        await provider.create(SandboxSpec(name, {"run": "r"}, SandboxLimits(), workspace))
+        spec = SandboxSpec(name, {"run": "r"}, SandboxLimits(), workspace, start_timeout_s=float(sys.argv[2]))
+        with contextlib.suppress(SandboxStartError):  # late: what it had begun is undone, or cut short by the kill
+            await provider.create(spec)
 
 async def main():
     provider = BubblewrapProvider(Path(sys.argv[1]))
@@ -787,11 +789,12 @@ asyncio.run(main())
 """
 
 
-def test_killed_at_any_moment_a_server_can_be_cleaned_up_after(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_timeout_s", [20.0, 0.03], ids=["in-time", "late"])
+def test_killed_at_any_moment_a_server_can_be_cleaned_up_after(tmp_path: Path, start_timeout_s: float) -> None:
     """Whatever a SIGKILL cut short: the next server starts, and nothing of the old one is left."""
     root, seen = tmp_path / "sandboxes", 0
     for wait_s in (0.02, 0.06, 0.1, 0.15, 0.2, 0.3):
-        argv = [sys.executable, "-c", SANDBOXES_WITHOUT_END, str(root)]
+        argv = [sys.executable, "-c", SANDBOXES_WITHOUT_END, str(root), str(start_timeout_s)]
         with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE) as doomed:
             assert doomed.stdout is not None and doomed.stdout.readline() == b"started\n"
             time.sleep(wait_s)

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 KINDS = ("bubblewrap", "docker", "daytona", "kubernetes")
 
 
-def open_provider(kind: str, root: Path, deployment: str, env: Mapping[str, str] = os.environ) -> SandboxProvider:
-    """The provider of a sandbox server. `root`: its folder on this host; `deployment`: the label by which whatever this
-    deployment left is found; `env`: where the outside system is (docs/sandboxes.md)."""
+def open_provider(kind: str, root: Path, token: str, env: Mapping[str, str] = os.environ) -> SandboxProvider:
+    """The provider of a sandbox server. `root`: its folder on this host; `token`: the deployment's, a digest of which
+    labels whatever it makes; `env`: where the outside system is (docs/providers.md)."""
     if kind == "bubblewrap":
         from rl360.sandboxes.bubblewrap import BubblewrapProvider
 
         return BubblewrapProvider(root)
-    from rl360.sandboxes.providers.remote import RemoteProvider
+    from rl360.sandboxes.providers.remote import RemoteProvider, deployment_of
 
-    return RemoteProvider(open_daemon(kind, env), root, deployment)
+    return RemoteProvider(open_daemon(kind, env), root, deployment_of(token))
 
 
 def open_daemon(kind: str, env: Mapping[str, str] = os.environ) -> Daemon:
