@@ -51,11 +51,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Compared:
-    """`figures`: one entry a side; `series`: arrays for the picture, by side and name."""
+    """`figures`: one entry a side; `series`: arrays for the picture, by side and name; `lose_at`: of placement."""
 
     name: str
     figures: dict[str, dict[str, Any]]
     series: dict[str, dict[str, Any]]
+    lose_at: int = 0
 
 
 def compare(name: str, setting: Setting) -> Compared:
@@ -126,7 +127,7 @@ def placement(setting: Setting) -> Compared:
             "ready_last_s": [round(one.makespan_s, 1) for one in told],
         }
         series[side] = {"warm_share": shares, "pulls": [one.pulls for one in told]}
-    return Compared("placement", figures, series)
+    return Compared("placement", figures, series, setting.lose_at)
 
 
 def rounds(setting: Setting, *, pinned: bool, lost: int = 0) -> list[Told]:

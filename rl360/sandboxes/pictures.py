@@ -59,7 +59,7 @@ def _waves(left: Axes, right: Axes, compared: Compared) -> None:
         )
     left.axvline(bound, color=MUTED, linestyle=":", label=f"pulls / rate: {bound:,.0f} s")
     for axes in (left, right):
-        axes.set_xscale("symlog", linthresh=10)
+        axes.set_xlim(left=0)
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     _label(left, "Sandboxes ready", "seconds", "sandboxes")
     _label(right, "Pulls that the registry refused", "seconds", "refusals so far")
@@ -89,6 +89,7 @@ def _placement(left: Axes, right: Axes, compared: Compared) -> None:
         total = compared.figures[side]["pulls_total"]
         right.plot(steps, found["pulls"], color=colour, marker="o", markersize=4, label=f"{side}: {total:,} in all")
     left.set_ylim(-0.02, 1.05)
+    left.axvline(compared.lose_at, color=MUTED, linestyle=":", label="a node was lost")
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     _label(left, "Starts whose image was on the node", "step", "share")
