@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,12 +110,11 @@ class Attempt:
 
     @contextlib.contextmanager
     def timed(self, phase: PhaseName) -> Iterator[None]:
-        clock = asyncio.get_running_loop().time
-        started = clock()
+        started = time.monotonic()  # the loop's own clock may count in milliseconds
         try:
             yield
         finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + clock() - started
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - started
 
     def failed(self, phase: PhaseName, status: str, detail: str) -> None:
         self.failure_phase, self.exit_status, self.detail = phase, status, detail
@@ -298,8 +298,8 @@ class Runner:
         files = sandbox.spec.workspace.files
         storage_bytes = prepared.task.config.environment.storage_mb << 20
 
-        async def execute(command: str, timeout_s: float) -> ExecResult:
-            result = await sandbox.exec(command, timeout_s)
+        async def execute(command: str, timeout_s: float, cap_bytes: int | None = None) -> ExecResult:
+            result = await sandbox.exec(command, timeout_s, cap_bytes)
             if await asyncio.to_thread(tree_bytes, files, storage_bytes) > storage_bytes:
                 raise _StorageFull
             return result

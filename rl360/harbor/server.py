@@ -15,6 +15,7 @@ import logging
 import os
 import resource
 import socket
+import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -175,8 +176,7 @@ class Attempts:
         request = attempt.request
         key, limit_s = request_key(request), request.queue_timeout_s
         attempt.started = partial(self._turns.settle, key)
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+        started = time.monotonic()
         self.waiting += 1
         try:
             async with asyncio.timeout(limit_s):
@@ -191,7 +191,7 @@ class Attempts:
             return False
         finally:
             self.waiting -= 1
-            attempt.phases["queue"] = loop.time() - started
+            attempt.phases["queue"] = time.monotonic() - started
 
     def _count(self, request: RunRequest, reply: RunReply) -> None:
         self.outcomes[reply.outcome] += 1

@@ -318,22 +318,25 @@ class BwrapSandbox:
 async def launch(
     spec: SandboxSpec,
     group: cgroups.Group,
-    argv: Callable[[int], list[str]],
+    argv: Callable[[int, int], list[str]],
     environment: Mapping[str, str],
     first_line: str,
+    seccomp: bytes,
 ) -> BwrapSandbox:
     """Start bwrap and wait for its PID 1; on any failure end and remove what was made and raise `SandboxStartError`."""
-    pipes = _pipes(4)
+    (filter_r, filter_w), *pipes = _pipes(5)
     (command_r, command_w), (output_r, output_w), (answer_r, answer_w), (info_r, info_w) = pipes
     for fd in (command_w, output_r, answer_r, info_r):
         os.set_blocking(fd, False)
     try:
+        os.write(filter_w, seccomp)  # far less than a pipe holds; it ends where the filter does
+        os.close(filter_w)
         process = _spawn(
-            argv(info_w),
+            argv(info_w, filter_r),
             stdin=command_r,
             stdout=output_w,
             stderr=answer_w,
-            pass_fds=(info_w,),
+            pass_fds=(info_w, filter_r),
             env=dict(environment),
             cwd="/",
             start_new_session=True,
@@ -343,7 +346,7 @@ async def launch(
             os.close(fd)
         raise SandboxStartError(f"sandbox {spec.name}: bwrap did not start: {error}") from None
     finally:
-        for fd in (command_r, output_w, answer_w, info_w):
+        for fd in (command_r, output_w, answer_w, info_w, filter_r):
             os.close(fd)
     try:
         sandbox = BwrapSandbox(spec, group, process, (command_w, output_r, answer_r))

@@ -35,29 +35,31 @@ def sessions() -> Iterator[ScriptedSessions]:
     scripted.stop()
 
 
-@pytest.fixture
-def pair(tmp_path: Path, store: ObjectStore) -> Iterator[list[Server]]:  # noqa: F811
-    """Two sandbox servers of one deployment."""
-    home = tmp_path / "home"
-    home.mkdir()
+def deployment(home: Path, endpoint: str, bucket: str) -> None:
+    """What a sandbox server reads of the services it stands among."""
     nowhere = "http://127.0.0.1:9"
     names = ("prefect_api_url", "prefect_ui_url", "gateway_url", "trainer_url")
     lists = {key: [nowhere] for key in ("engine_urls", "session_urls", "sandbox_urls")}
     services = {**dict.fromkeys(names, nowhere), **lists, "home": str(home), "model_dir": "m"}
-    services |= {"s3_endpoint": store.endpoint_url, "s3_bucket": store.bucket}
-    (home / "services.json").write_bytes(orjson.dumps(services))
-    (home / "secrets.json").write_bytes(
-        orjson.dumps({"token": TOKEN, "s3_access_key": KEYS[0], "s3_secret_key": KEYS[1]})
-    )
+    secrets = {"token": TOKEN, "s3_access_key": KEYS[0], "s3_secret_key": KEYS[1]}
+    home.mkdir()
+    (home / "services.json").write_bytes(orjson.dumps({**services, "s3_endpoint": endpoint, "s3_bucket": bucket}))
+    (home / "secrets.json").write_bytes(orjson.dumps(secrets))
     (home / "secrets.json").chmod(0o600)
-    servers = []
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, store: ObjectStore) -> Iterator[list[Server]]:  # noqa: F811
+    """Two sandbox servers of one deployment."""
+    home = tmp_path_factory.mktemp("pair") / "home"
+    deployment(home, store.endpoint_url, store.bucket)
+    servers: list[Server] = []
     for _ in range(2):
         servers.append(Server(home, free_port(), options=("--store",)))
         servers[-1].start()
     yield servers
     for server in servers:
-        if server.process is not None and server.process.poll() is None:
-            server.stop()
+        server.stop()
         assert server.live() == []
 
 
@@ -123,14 +125,7 @@ def test_an_attempt_under_way_on_one_server_is_joined_from_another(
 
 def test_nothing_is_begun_or_told_while_the_store_is_away(sessions: ScriptedSessions, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    home.mkdir()
-    nowhere = f"http://127.0.0.1:{free_port()}"
-    names = ("prefect_api_url", "prefect_ui_url", "gateway_url", "trainer_url", "s3_endpoint")
-    lists = {key: [nowhere] for key in ("engine_urls", "session_urls", "sandbox_urls")}
-    services = {**dict.fromkeys(names, nowhere), **lists, "home": str(home), "model_dir": "m", "s3_bucket": "b"}
-    (home / "services.json").write_bytes(orjson.dumps(services))
-    (home / "secrets.json").write_bytes(orjson.dumps({"token": TOKEN, "s3_access_key": "a", "s3_secret_key": "b"}))
-    (home / "secrets.json").chmod(0o600)
+    deployment(home, "http://127.0.0.1:9", "b")
     server = Server(home, free_port(), options=("--store",))
     server.start()
     try:
