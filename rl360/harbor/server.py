@@ -41,9 +41,8 @@ from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
 from rl360.harbor.turns import Turns, add_options, gate_of, need_of
 from rl360.ledger.outcomes import Outcome
 from rl360.sandboxes.admission import Gate
-from rl360.sandboxes.host import host_room
 from rl360.sandboxes.provider import SandboxProvider
-from rl360.sandboxes.providers import KINDS, open_provider
+from rl360.sandboxes.providers import KINDS, open_provider, room_of
 from rl360.store.object_store import ObjectStore
 
 log = logging.getLogger("rl360.sandbox")
@@ -205,6 +204,27 @@ class Attempts:
         evidence = "" if reply.cleanup.confirmed else f" CLEANUP UNCONFIRMED: {reply.cleanup.evidence}"
         log.log(level, "%s %s %s %s%s", request.attempt_id, reply.outcome, reply.exit_status, reply.detail, evidence)
 
+    def counts(self) -> dict[str, object]:
+        """What `/health` tells."""
+        waves, reservations, replies = self.gate.waves, self.gate.reservations, self.replies
+        return {
+            "running": self.running,
+            "queued": self.waiting,
+            "max_concurrent": self.max_concurrent,
+            "starting": waves.starting,
+            "window": int(waves.window),
+            "starts": waves.begun,
+            "warm_starts": waves.warm,
+            "room": reservations.room._asdict(),
+            "room_left": reservations.left._asdict(),
+            "queue_limit": self.queue_limit,
+            "outcomes": {str(name): count for name, count in self.outcomes.items()},
+            "losses": {str(name): count for name, count in self.losses.items()},
+            "unknown_statuses": dict(self.unknown),
+            "store": None if replies is None else f"{replies.store.endpoint_url}/{replies.store.bucket}",
+            "cleanup_unconfirmed": self.unconfirmed,
+        }
+
     def flush(self, which: FlushRequest) -> int:
         """Cancel the open attempts that match any given field; returns how many."""
         cancelled = 0
@@ -250,7 +270,7 @@ def make_app(
         for line in await provider.reap():
             log.warning("left by an earlier server: %s", line)
         async with httpx.AsyncClient(limits=FEW_IDLE, trust_env=False) as http:
-            gate = gate_of(args, host_room(args.home or home_dir()))
+            gate = gate_of(args, room_of(args.provider, args.home or home_dir()))
             attempts = Attempts(Runner(provider, http, token, judge), gate, args.queue_limit, replies)
             app.state.attempts = attempts
             yield
@@ -260,27 +280,9 @@ def make_app(
 
     @app.get("/health")
     async def health() -> Response:
-        attempts: Attempts = app.state.attempts
-        counts = {
-            "running": attempts.running,
-            "queued": attempts.waiting,
-            "max_concurrent": attempts.max_concurrent,
-            "starting": attempts.gate.waves.starting,
-            "window": int(attempts.gate.waves.window),
-            "starts": attempts.gate.waves.begun,
-            "warm_starts": attempts.gate.waves.warm,
-            "room": attempts.gate.reservations.room._asdict(),
-            "room_left": attempts.gate.reservations.left._asdict(),
-            "queue_limit": attempts.queue_limit,
-            "outcomes": {str(name): count for name, count in attempts.outcomes.items()},
-            "losses": {str(name): count for name, count in attempts.losses.items()},
-            "unknown_statuses": dict(attempts.unknown),
-            "agents": sorted(agents),
-            "store": None if replies is None else f"{replies.store.endpoint_url}/{replies.store.bucket}",
-            "cleanup_unconfirmed": attempts.unconfirmed,
-            "judge": None if judge is None else judge.host,
-        }
-        return answer(200, {**identity, **counts})
+        judged_by = None if judge is None else judge.host
+        counts = app.state.attempts.counts()
+        return answer(200, {**identity, **counts, "agents": sorted(agents), "judge": judged_by})
 
     @app.post("/run")
     async def run(request: Request) -> Response:
