@@ -461,13 +461,11 @@ async def _keep(options: Any, once: bool) -> None:
         keeper = Keeper(store, services, options, http, lambda line: print(time.strftime("%H:%M:%S"), line, flush=True))
 
         def beat() -> None:
-            """The supervisor's probe: a file as fresh as the last round."""
-            if once:
-                stop.set()
+            """The supervisor's probe: a file as fresh as the last round, or look at a keeper that it waits for."""
             path = os.path.join(services.home, "fleet.json")
             with open(f"{path}.{os.getpid()}", "wb") as stream:
                 told = {"incarnation": os.environ.get("RL360_INCARNATION", ""), "keeper": keeper.me}
                 stream.write(orjson.dumps(told | {"pid": os.getpid(), "at": time.time()}))
             os.replace(f"{path}.{os.getpid()}", path)
 
-        await keeper.run(stop, beat)
+        await keeper.run(stop, beat, once)

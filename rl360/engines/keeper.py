@@ -95,15 +95,17 @@ class Keeper:
         self.renewing: asyncio.Task[None] | None = None
         self.strays_at = 0.0
 
-    async def run(self, stop: asyncio.Event, beat: Callable[[], None]) -> None:
-        """Rounds until `stop`, which also ends a round that is under way, or until another keeper has taken over, which
-        is an error; `beat` after each. A round that fails is said and the next one tries again."""
+    async def run(self, stop: asyncio.Event, beat: Callable[[], None], once: bool = False) -> None:
+        """Rounds until `stop`, which also ends one that is under way, or one alone; an error when another keeper took over.
+        `beat` after each. A round that fails is said and the next one tries again."""
         stopping = asyncio.create_task(stop.wait())
         try:
             await self._until(stopping, self.open(beat))
             while not stopping.done():
                 await self._until(stopping, self.round())
                 beat()
+                if once:
+                    break
                 await asyncio.wait({stopping}, timeout=self.options.every_s)
         finally:
             stopping.cancel()

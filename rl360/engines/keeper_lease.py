@@ -203,7 +203,12 @@ class Lease:
         """One look at the others. `seen`: by token, the renewal that we saw last and since when it is the last."""
         waiting = 0
         for token in keepers(self.store):
-            if token == self.token or claim_is_over(self.store, f"keeper:{token}"):
+            if token == self.token:
+                continue
+            if claim_is_over(
+                self.store, f"keeper:{token}"
+            ):  # by its process, which others can't see
+                _end(self.store, token, self.me)
                 continue
             lease = read_lease(self.store, token)
             looked = time.monotonic()

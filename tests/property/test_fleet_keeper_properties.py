@@ -119,7 +119,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(moves)
 def test_no_engine_flaps_without_end(steps: list[Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +176,7 @@ class Process:
             self.lease.renew({})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.one_of(

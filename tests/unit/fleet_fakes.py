@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fake_engines import FakeEngine, FakeGateway, show_token
 
 from rl360.config.services import Services
 from rl360.engines import health
+from rl360.engines.client import open_http
 from rl360.engines.fleet import EngineIdentity, EngineState, incarnation_of
 from rl360.engines.fleet_log import Entry, FleetLog, Slot
 from rl360.engines.keeper import Keeper
@@ -159,7 +159,7 @@ class FleetWorld:
         """Run `use` with an opened keeper, which is not closed: a killed one isn't either."""
 
         async def run() -> Keeper:
-            async with httpx.AsyncClient() as http:
+            async with open_http() as http:
                 keeper = Keeper(self.store, self.services, options, http, self.said.append)
                 await keeper.open()
                 await use(keeper)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from pathlib import Path
 
 import pytest
-from fleet_fakes import elsewhere
+from fleet_fakes import OPTIONS, FleetWorld, elsewhere
 
+from rl360.engines.client import open_http
+from rl360.engines.fleet import EngineState
 from rl360.engines.fleet_log import KEEPERS, claim_is_over
+from rl360.engines.keeper import Keeper
 from rl360.engines.keeper_lease import BEATS_KEPT, Lease, LeaseLost, dismiss, last_beat, other_keepers
 from rl360.errors import Rl360Error, StoreUnavailable
 from tests.unit.memory_store import MemoryStore
@@ -133,4 +138,23 @@ def test_one_whose_process_is_gone_from_this_host_is_not_waited_for() -> None:
     )
     old.begin()
     wait_for_others(Lease(store, 30))
-    assert "is gone" in claim_is_over(store, old.me)
+    assert other_keepers(store, "") == [], "nor by others, on hosts that can't see it"
+
+
+def test_a_single_round_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rl360 fleet keep --once` once ended while it waited for another one's lease."""
+    world = FleetWorld(tmp_path, monkeypatch)
+    try:
+        elsewhere(Lease(world.store, 0.3)).begin()
+
+        async def run() -> None:
+            async with open_http() as http:
+                options = dataclasses.replace(OPTIONS, lease_s=0.3)
+                keeper = Keeper(world.store, world.services, options, http, world.said.append)
+                await keeper.run(asyncio.Event(), lambda: beats.append(1), once=True)
+
+        beats: list[int] = []
+        asyncio.run(run())
+        assert len(beats) > 2 and world.state() is EngineState.JOINING
+    finally:
+        world.close()
