@@ -99,7 +99,8 @@ class Attempt:
     verifier_log: str = ""
     transcript: list[dict[str, Any]] = field(default_factory=list)
     judging: JudgeSpent = field(default_factory=JudgeSpent)
-    started: Callable[[bool], None] = lambda _ready: None  # told when its sandbox is ready, or did not start
+    started: Callable[[bool, bool], None] = lambda _ready, _refused: None  # told how its sandbox's start went
+    refused: bool = False
 
     def __post_init__(self) -> None:
         self.deadline = asyncio.get_running_loop().time() + self.request.deadline_s
@@ -227,7 +228,7 @@ class Runner:
         """Always a reply: a cancelled attempt is torn down like any other and comes back `aborted`."""
         try:
             sandbox = await self._set_up(prepared, attempt)
-            attempt.started(sandbox is not None)
+            attempt.started(sandbox is not None, attempt.refused)
             if sandbox is not None:
                 try:
                     with attempt.timed("agent"):
@@ -289,6 +290,7 @@ class Runner:
             attempt.failed("setup", ExitStatus.ENV_START, detail)
         except SandboxStartError as error:
             attempt.stops.extend([error.proof] if error.proof is not None else [])
+            attempt.refused = error.refused
             attempt.failed("setup", ExitStatus.ENV_START, str(error))
         except (BadInput, OSError) as error:
             attempt.failed("setup", ExitStatus.ENV_START, str(error))

@@ -38,9 +38,9 @@ class Turns:
         finally:
             del self._turns[key]
 
-    def settle(self, key: str, ok: bool) -> None:
+    def settle(self, key: str, ok: bool, refused: bool) -> None:
         """Its sandbox is ready, or did not start."""
-        self.gate.waves.settle(key, asyncio.get_running_loop().time(), ok=ok)
+        self.gate.waves.settle(key, asyncio.get_running_loop().time(), ok=ok, refused=refused)
         self._pass()
 
     def leave(self, key: str) -> None:

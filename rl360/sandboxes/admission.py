@@ -33,6 +33,9 @@ class Room(NamedTuple):
         return ", ".join(f"{name} {value:,}" for name, value in self._asdict().items())
 
 
+BOUNDLESS = Room(*[1 << 50] * 4)
+
+
 class Reservations:
     """What one node has and has promised."""
 

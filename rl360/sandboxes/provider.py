@@ -18,11 +18,12 @@ from rl360.harbor.protocol import SandboxLimits
 
 
 class SandboxStartError(Rl360Error):
-    """A sandbox did not become ready in time. `proof`: how its end was seen; None when nothing had been started."""
+    """A sandbox did not become ready in time. `proof`: how its end was seen; None when nothing had been started.
+    `refused`: by an outside system that is asked too much (a quota, a rate)."""
 
-    def __init__(self, message: str, proof: StopProof | None = None) -> None:
+    def __init__(self, message: str, proof: StopProof | None = None, *, refused: bool = False) -> None:
         super().__init__(message)
-        self.proof = proof
+        self.proof, self.refused = proof, refused
 
 
 class SandboxGone(Rl360Error):

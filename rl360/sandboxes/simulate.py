@@ -21,12 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl360.errors import Rl360Error
-from rl360.sandboxes.admission import Gate, Reservations, Room
+from rl360.sandboxes.admission import BOUNDLESS, Gate, Reservations, Room
 from rl360.sandboxes.placement import Placement
 from rl360.sandboxes.waves import Pace, Waves
 
 NODE = Room(milli_cpus=64_000, memory_mb=256_000, pids=65_536, disk_mb=1 << 20)
-BOUNDLESS = Room(*[1 << 50] * 4)
 
 
 @dataclass(frozen=True)

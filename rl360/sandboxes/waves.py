@@ -80,7 +80,7 @@ class Waves:
         """The start is over: ready, or failed. refused: by one who is asked too much (a registry, a quota)."""
         full = self.starting >= int(self.window)
         began = self._starting.pop(key)
-        if ok:
+        if ok or now - began > self.pace.ready_goal_s:
             self._took = now - began if self._took is None else self._took + SMOOTH * (now - began - self._took)
         took = self._took or 0.0
         if refused or took > self.pace.ready_goal_s:

@@ -111,7 +111,7 @@ def test_turns_keep_the_pace_by_themselves() -> None:
         async def one(number: int) -> None:
             await turns.wait(f"k{number}", "g", need(500))
             times.append(loop.time() - began)
-            turns.settle(f"k{number}", True)
+            turns.settle(f"k{number}", True, False)
             turns.leave(f"k{number}")
 
         await asyncio.gather(*(one(number) for number in range(6)))

@@ -17,7 +17,7 @@ from rl360.harbor.runner import Runner, prepare
 from rl360.harbor.server import Attempts, FlushRequest, parse_args
 from rl360.harbor.turns import gate_of
 from rl360.sandboxes.host import host_room
-from rl360.sandboxes.provider import SandboxNeeds, SandboxProvider
+from rl360.sandboxes.provider import SandboxNeeds, SandboxProvider, SandboxStartError, Workspace
 from rl360.tasksets.harbor_files import BUILTIN_DIR
 
 AGENTS = {"bash": bash_agent.run}
@@ -48,6 +48,30 @@ def test_an_attempt_flushed_before_it_began_frees_its_place(tmp_path: Path) -> N
     ended, running = asyncio.run(go())
     assert isinstance(ended, asyncio.CancelledError)
     assert running == 0
+
+
+class Full(NeverStarts):
+    """A provider whose quota is spent."""
+
+    async def new_workspace(self, name: str, _source: Path | None) -> Workspace:
+        raise SandboxStartError(f"{name}: quota", refused=True)
+
+
+def test_a_refused_start_narrows_the_window_and_gives_its_room_back(tmp_path: Path) -> None:
+    task = next(path for path in sorted(BUILTIN_DIR.iterdir()) if path.is_dir())
+
+    async def go() -> None:
+        gate = gate_of(parse_args(["--wave-size", "8"]), host_room(tmp_path))
+        async with httpx.AsyncClient() as http:
+            attempts = Attempts(Runner(cast(SandboxProvider, Full()), http, "t" * 16), gate, 9)
+            ids = {"instance_id": "t", "task_dir": str(task), "run": "r", "base_url": "http://h"}
+            asked = [attempts.submit(RunRequest(attempt_id=f"a{n}", **ids), "", AGENTS) for n in range(3)]  # type: ignore[arg-type]
+            replies = await asyncio.gather(*asked)
+        assert {(reply.outcome, reply.exit_status) for reply in replies} == {("sandbox_start", "EnvStartFailed")}
+        assert 1.0 <= gate.waves.window <= 4.0
+        assert gate.reservations.left == gate.reservations.room and gate.waves.live == 0
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(

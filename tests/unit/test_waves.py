@@ -111,3 +111,9 @@ def test_late_starts_leave_a_quarter_of_a_wave() -> None:
     for second in range(0, 200, 10):
         waves.settle(begin(waves, 1, float(second))[0], second + 5.0, ok=True)
     assert waves.window == 4.0, "a busy host makes starts late however few there are"
+
+
+def test_a_start_that_failed_late_is_late() -> None:
+    waves = Waves(pace(size=4))
+    waves.settle(begin(waves, 4, 0.0)[0], 3.0, ok=False)
+    assert waves.window == pytest.approx(3.2), "a start that ran out of time tells of a crowd"

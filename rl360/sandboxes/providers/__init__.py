@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl360.errors import BadInput
+from rl360.sandboxes.admission import BOUNDLESS, Room
+from rl360.sandboxes.host import host_room
 
 if TYPE_CHECKING:
     from rl360.sandboxes.provider import SandboxProvider
@@ -26,6 +28,12 @@ def open_provider(kind: str, root: Path, token: str, env: Mapping[str, str] = os
     from rl360.sandboxes.providers.remote import RemoteProvider, deployment_of
 
     return RemoteProvider(open_daemon(kind, env), root, deployment_of(token))
+
+
+def room_of(kind: str, root: Path) -> Room:
+    """What sandboxes may reserve together where the operator does not say: on this host what it has; elsewhere the
+    outside system knows and refuses."""
+    return host_room(root) if kind in ("bubblewrap", "docker") else BOUNDLESS
 
 
 def open_daemon(kind: str, env: Mapping[str, str] = os.environ) -> Daemon:

@@ -48,6 +48,7 @@ MAX_COMMAND_BYTES = 60_000
 KILL_S = 10.0  # to end what runs inside
 KILL_ALL = "kill -9 -1"  # all but PID 1 and the shell itself, in one system call
 UNDO_S = 15.0
+TOO_MUCH = (403, 429, 503)  # a quota, a rate
 LATE_S = 900.0  # how long a create without an answer is looked for
 CARRY_S = 60.0
 POLL_S = 0.2
@@ -296,7 +297,8 @@ class RemoteProvider(Rooted):
             why = late if isinstance(error, TimeoutError) else str(error)
             proof = undo.result()
             unclean = "" if proof.confirmed else f"; {proof.evidence}"
-            raise SandboxStartError(f"sandbox {spec.name}: {why}{unclean}", proof) from None
+            refused = isinstance(error, Refused) and error.status in TOO_MUCH
+            raise SandboxStartError(f"sandbox {spec.name}: {why}{unclean}", proof, refused=refused) from None
 
     async def _undo(self, name: str, spec: SandboxSpec, error: BaseException) -> StopProof:
         """Remove what a failed create made; a create without a last word is looked for as long as it may be done."""
