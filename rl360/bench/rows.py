@@ -22,12 +22,13 @@ from rl360.errors import BadInput
 @dataclass(frozen=True)
 class Options:
     """How much is measured. `quick` is for a look, not for figures; `shape` is the trajectory of all rows; `count` and
-    `shard` are the collection row's; `say` tells a person what goes on."""
+    `shard` are the collection row's, `tasks` the folder of `oracle_sweep`; `say` tells a person what goes on."""
 
     quick: bool = False
     shape: Shape = FULL
     count: int = 8192
     shard: int = 512
+    tasks: Path | None = None
     say: Callable[[str], None] = lambda _line: None
 
 

@@ -3,6 +3,7 @@
 `sim_refusals`, `sim_makespan`: 8,192 simulated starts that all pull from one registry, in waves against all at once.
 `warm_share`: 64 simulated starts a step on 4 nodes with 8 images, pinned against anywhere, a node lost on the way.
 `oracle_sweep`: every task of the folder given by `--tasks` discriminates in real sandboxes; nothing is left of them.
+`soak`, `soak_memory`: `--count` attempts on a real sandbox server of which a share is struck (soak.py).
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from rl360.bench.rows import Options, Row, at_least, at_most, chosen_rows
 SIM = ("sim_refusals", "sim_makespan")
 WARM = "warm_share"
 ORACLE = "oracle_sweep"
-KNOWN = (*SIM, WARM, ORACLE, *real.ROWS)
+SOAK = ("soak", "soak_memory")
+KNOWN = (*SIM, WARM, ORACLE, *real.ROWS)  # the soak takes ten minutes and an object store: when it is asked for
 MAKESPAN = 1.05
 WARM_GOAL = 0.85
+SOAK_CONCURRENT = 16  # attempts at once
 CACHED = 5  # images that a node's cache takes
 
 
 def chosen(text: str | None) -> tuple[str, ...]:
-    return chosen_rows(text, KNOWN, KNOWN)
+    return chosen_rows(text, (*KNOWN, *SOAK), KNOWN)
 
 
 def measure(names: tuple[str, ...], options: Options) -> Iterator[Row]:
@@ -35,6 +38,7 @@ def measure(names: tuple[str, ...], options: Options) -> Iterator[Row]:
         ((real.CPU,), real.cpu_rows),
         ((real.NEIGHBOUR,), real.neighbour_rows),
         ((ORACLE,), oracle),
+        (SOAK, soak_rows),
     ]
     for rows, make in parts:
         if set(rows) & set(names):
@@ -96,3 +100,9 @@ def oracle(options: Options) -> Iterator[Row]:
     from rl360.bench.oracle import oracle_rows
 
     yield from oracle_rows(options)
+
+
+def soak_rows(options: Options) -> Iterator[Row]:
+    from rl360.bench.soak import soak
+
+    yield from soak(options.count, SOAK_CONCURRENT, options.say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -76,12 +77,17 @@ def sandboxes(
     rows: Annotated[str | None, typer.Option(help="Only these rows, joined by commas (default: all).")] = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
+    tasks: Annotated[Path | None, typer.Option(help="Folder of Harbor tasks of the row oracle_sweep.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Attempts of the rows soak and soak_memory.")] = 5000,
 ) -> None:
-    """Sandboxes: starting, admitting and placing them. Exit 1 when a row misses."""
+    """Sandboxes: starting, admitting and placing them; --rows soak,soak_memory (an object store is up) strikes them.
+
+    Exit 1 when a row misses.
+    """
     from rl360.bench.rows import Options
     from rl360.bench.sandboxes import chosen, measure
 
-    _print(measure(chosen(rows), Options(quick=quick, say=_say)), as_json)
+    _print(measure(chosen(rows), Options(quick=quick, tasks=tasks, count=count, say=_say)), as_json)
 
 
 def faults(
