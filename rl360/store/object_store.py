@@ -58,10 +58,11 @@ class ObjectStore:
         )
 
     @classmethod
-    def from_services(cls, services: Services) -> ObjectStore:
+    def from_services(cls, services: Services, timeout_s: float = 20.0) -> ObjectStore:
         """The store of the running services; credentials come from the 0600 secrets file."""
         secrets = services.secrets()
-        return cls(services.s3_endpoint, services.s3_bucket, secrets.s3_access_key, secrets.s3_secret_key)
+        keys = secrets.s3_access_key, secrets.s3_secret_key
+        return cls(services.s3_endpoint, services.s3_bucket, *keys, timeout_s=timeout_s)
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
