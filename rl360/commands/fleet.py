@@ -47,13 +47,13 @@ def register(app: typer.Typer) -> None:
     app.add_typer(fleet, name="fleet")
 
 
-def _open() -> tuple[Services, Store, FleetLog]:
+def _open(timeout_s: float = 20.0) -> tuple[Services, Store, FleetLog]:
     from rl360.config.services import load_services
     from rl360.engines.fleet_log import FleetLog
     from rl360.store.object_store import ObjectStore
 
     services = load_services()
-    store = ObjectStore.from_services(services)
+    store = ObjectStore.from_services(services, timeout_s)
     return services, store, FleetLog(store)
 
 
@@ -453,7 +453,7 @@ async def _keep(options: Any, once: bool) -> None:
     from rl360.engines.client import open_http
     from rl360.engines.keeper import Keeper
 
-    services, store, _ = _open()
+    services, store, _ = _open(timeout_s=5.0)  # tries together are well within a lease, and within SIGTERM's grace
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -96,7 +96,7 @@ class Keeper:
         self.strays_at = 0.0
 
     async def run(self, stop: asyncio.Event, beat: Callable[[], None], once: bool = False) -> None:
-        """Rounds until `stop`, which also ends one that is under way, or one alone; an error when another keeper took over.
+        """Rounds until `stop`, which also ends one under way, or one alone; an error when another keeper took over.
         `beat` after each. A round that fails is said and the next one tries again."""
         stopping = asyncio.create_task(stop.wait())
         try:
