@@ -1,6 +1,6 @@
 """The bodies that the session server validates: those of the operator's path.
 
-What an agent sends is read by `wire.py` and `anthropic.py`, for speed; its models, and those of all replies, are in
+What an agent sends is read by `wire.py` and `formats/`, for speed; its models, and those of all replies, are in
 `described.py`, for the OpenAPI page and its tests.
 """
 

@@ -35,10 +35,11 @@ from starlette.types import Receive, Scope, Send
 
 from rl360.config.run import explain
 from rl360.errors import BadInput, StoreUnavailable
-from rl360.sessions import anthropic, wire
+from rl360.sessions import wire
 from rl360.sessions.bodies import CreateBody, StoreBody, StoreManyBody, StoreOne
 from rl360.sessions.core import Session
 from rl360.sessions.families.base import ChatTemplate
+from rl360.sessions.formats import anthropic, openai
 from rl360.sessions.merge import Pick, SessionSnapshot, merge, snapshot
 from rl360.sessions.messages import Message
 from rl360.sessions.openapi import ENDPOINTS, Endpoint, document_json, page
@@ -47,7 +48,7 @@ from rl360.sessions.registry import Held, Registry
 from rl360.sessions.sample import LeafCounts, SampleRef, encode_samples
 from rl360.sessions.turns import Completion, Plan, PreparedTurn, Request, Turn
 from rl360.sessions.upstream import Upstream
-from rl360.sessions.wire import AgentRequest, Raws
+from rl360.sessions.wire import AgentRequest, Format, Raws
 from rl360.store.layout import merged_key
 from rl360.store.object_store import ObjectStore
 
@@ -213,36 +214,28 @@ class Service:
         return await result
 
     async def chat(self, call: Call) -> Reply:
-        return await self._turn(call, wire.read_chat, wire.reply_body, wire.reply_sse, wire.BEAT)
+        return await self._turn(call, openai)
 
     async def messages(self, call: Call) -> Reply:
-        messages = (anthropic.read_messages, anthropic.message_body, anthropic.message_sse, anthropic.BEAT)
-        return await self._turn(call, *messages)
+        return await self._turn(call, anthropic)
 
-    async def _turn(
-        self,
-        call: Call,
-        read: Callable[[bytes, Raws], AgentRequest],
-        body: Callable[[Session, Turn, AgentRequest], bytes],
-        events: Callable[[Session, Turn, AgentRequest], bytes],
-        beat: bytes,
-    ) -> Reply:
+    async def _turn(self, call: Call, spoken: Format) -> Reply:
         """One turn, from the agent's body to its reply."""
         with self._request(call) as held:
             session = held.session
-            asked = await self._asked(call, held, read)
+            asked = await self._asked(call, held, spoken.read)
             self.registry.make_room()
             if held.store_as is not None:
                 raise _storing()
-            call.beat = beat if asked.stream else b""
+            call.beat = spoken.BEAT if asked.stream else b""
             turn = await call.unless_gone(self._sample(held, asked), held.turns)
             if turn is None:
                 raise _Gone
             self.turns += 1
             if asked.stream:
                 # generated as a whole before it is recorded; its events then leave in one write
-                return Reply(events(session, turn, asked), media=b"", headers=_SSE)
-            return Reply(body(session, turn, asked))
+                return Reply(spoken.events(session, turn, asked), media=b"", headers=_SSE)
+            return Reply(spoken.body(session, turn, asked))
 
     async def _sample(self, held: Held, asked: AgentRequest) -> Turn:
         """Prepare, sample and record. Whatever the engine says it sampled is counted before this ends."""
@@ -285,7 +278,7 @@ class Service:
     async def count_tokens(self, call: Call) -> Reply:
         """Of a body that continues the session the ids it would send, of any other those of its own prompt."""
         with self._request(call) as held:
-            request = await self._read(held, await self._asked(call, held, anthropic.read_messages))
+            request = await self._read(held, await self._asked(call, held, anthropic.read))
             count = await call.unless_gone(self._count(held, request), set())
             if count is None:
                 raise _Gone
@@ -303,7 +296,7 @@ class Service:
 
     async def models(self, call: Call) -> Reply:
         self.registry.get(call.session_id)
-        return Reply(wire.models_body("policy"))
+        return Reply(openai.models_body("policy"))
 
     async def create(self, call: Call) -> Reply:
         spec = _validated(CreateBody, await self.read_body(call)).to_spec()
@@ -470,12 +463,14 @@ class _Route:
 
     def refusal(self, error: SessionRefusal) -> Reply:
         self.service.refused[str(error.code)] += 1
-        shape = anthropic.error_body if "/v1/messages" in self.endpoint.path else wire.error_body
+        spoken: Format = anthropic if "/v1/messages" in self.endpoint.path else openai
         headers: tuple[tuple[bytes, bytes], ...] = () if error.retry else ((b"x-should-retry", b"false"),)
         if error.code in (Refusal.DRAINING, Refusal.SERVER_FULL, Refusal.TOO_MANY):
             headers += ((b"retry-after", b"1"),)
         more = {"sampled_tokens": error.sampled} if error.code is Refusal.CANNOT_MERGE else {}
-        return Reply(shape(str(error.code), str(error), error.status, **more), error.status, headers=headers)
+        return Reply(
+            spoken.error_body(str(error.code), str(error), error.status, **more), error.status, headers=headers
+        )
 
 
 def create_app(service: Service) -> Starlette:
@@ -492,7 +487,7 @@ def create_app(service: Service) -> Starlette:
 
     def answer(code: str, message: str, status: int) -> Response:
         service.refused[code] += 1
-        return Response(wire.error_body(code, message, status), status, media_type="application/json")
+        return Response(openai.error_body(code, message, status), status, media_type="application/json")
 
     async def no_route(request: HttpRequest, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

@@ -14,9 +14,10 @@ import httpx
 import orjson
 import pytest
 
-from rl360.sessions import routes, wire
-from rl360.sessions.anthropic import message_body, message_sse, read_messages
+from rl360.sessions import routes
 from rl360.sessions.described import AnthropicError, ChatReply, CountReply, MessagesReply
+from rl360.sessions.formats import anthropic as anthropic_format
+from rl360.sessions.formats import openai as openai_format
 from rl360.sessions.merge import merge, snapshot
 from rl360.sessions.messages import Message
 from tests.unit.late import Late
@@ -394,23 +395,23 @@ def test_reasoning_is_a_thinking_block_and_a_field(bench: Bench) -> None:
     bench.chat(session_id, {"messages": MESSAGES})
     session = bench.service.registry.get(session_id).session
     turn = replace(session.turns[0], reply=Message("assistant", "hi", reasoning="hm"))
-    asked = read_messages(orjson.dumps({"messages": ASKED}))
-    message = orjson.loads(message_body(session, turn, asked))
+    asked = anthropic_format.read(orjson.dumps({"messages": ASKED}))
+    message = orjson.loads(anthropic_format.body(session, turn, asked))
     assert message["content"] == [
         {"type": "thinking", "thinking": "hm", "signature": ""},
         {"type": "text", "text": "hi"},
     ]
-    assert b'"thinking_delta","thinking":"hm"' in message_sse(session, turn, asked)
+    assert b'"thinking_delta","thinking":"hm"' in anthropic_format.events(session, turn, asked)
     assert asked.parse({"role": "assistant", "content": message["content"]}, "messages[1]") == (turn.reply,)
-    chat = wire.read_chat(orjson.dumps({"messages": MESSAGES, "stream": True}))
-    said = orjson.loads(wire.reply_body(session, turn, chat))["choices"][0]["message"]
+    chat = openai_format.read(orjson.dumps({"messages": MESSAGES, "stream": True}))
+    said = orjson.loads(openai_format.body(session, turn, chat))["choices"][0]["message"]
     assert said["reasoning_content"] == "hm"
     assert chat.parse(said, "messages[1]") == (turn.reply,)
-    assert b'"delta":{"reasoning_content":"hm"}' in wire.reply_sse(session, turn, chat)
+    assert b'"delta":{"reasoning_content":"hm"}' in openai_format.events(session, turn, chat)
 
 
 def test_blocks_become_messages(bench: Bench) -> None:
-    parse = read_messages(orjson.dumps({"messages": ASKED})).parse
+    parse = anthropic_format.read(orjson.dumps({"messages": ASKED})).parse
     user = [
         {"type": "tool_result", "tool_use_id": "a", "content": "one", "is_error": True},
         {"type": "tool_result", "tool_use_id": "b"},

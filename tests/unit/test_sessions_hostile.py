@@ -143,7 +143,7 @@ def test_bulky_bodies_are_worked_on_apart_from_the_event_loop(made_of: str, monk
     for owner, name in ((Session, "read"), (Session, "render"), (ChatTemplate, "render_prompt")):
         watch(owner, name)
     if len(data) > 1 << 20:  # splitting is cheap, but for blocks that become one text
-        watch(routes.anthropic, "read_messages")
+        watch(routes.anthropic, "read")
     registry = Registry(template(), Limits())
     app = create_app(Service(template(), registry, _Upstream(), TOKEN))  # type: ignore[arg-type]
     session = registry.create(spec())

@@ -19,9 +19,9 @@ from rl360.errors import (
     ServiceError,
     StoreUnavailable,
 )
+from rl360.training.app import Commands, create_app
 from rl360.training.client import TrainerClient, TrainerConflict
 from rl360.training.director import Conflict, Director, UnknownRun
-from rl360.training.service import Commands, create_app
 from tests.unit.sessions_server import serving
 
 TOKEN = "a-token-of-the-trainer-tests"

@@ -1,4 +1,4 @@
-"""The agent's path in the Anthropic format: Messages request in, message (whole or as SSE events) out.
+"""Anthropic Messages: request in, message (whole or as SSE events) out.
 
 Blocks become the same messages an OpenAI request would give: tool_use is a tool call, tool_result a tool message,
 thinking the reasoning of a turn. What a session holds does not depend on the format its agent speaks.
@@ -40,7 +40,7 @@ _ERROR_TYPES = {
 }
 
 
-def read_messages(data: bytes, known: Raws = ()) -> AgentRequest:
+def read(data: bytes, known: Raws = ()) -> AgentRequest:
     """Decode and check a Messages body (`max_tokens` may be absent); every refusal is `bad_body`, naming the field."""
     raws, tools_raw, fields = split(data, known)
     choice = fields.get("tool_choice")
@@ -200,17 +200,17 @@ def _blocks(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-def message_body(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
+def body(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
     """The `message` object of a recorded turn."""
-    body = _head(session, turn, asked.model)
-    body |= {"content": _blocks(turn), "stop_reason": _stop_reason(turn)}
-    body["usage"]["output_tokens"] = turn.sampled
-    return orjson.dumps(body)
+    message = _head(session, turn, asked.model)
+    message |= {"content": _blocks(turn), "stop_reason": _stop_reason(turn)}
+    message["usage"]["output_tokens"] = turn.sampled
+    return orjson.dumps(message)
 
 
-def message_sse(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
+def events(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
     """The same reply as the events of a streaming request: every block in one delta."""
-    events: list[dict[str, Any]] = [{"type": "message_start", "message": _head(session, turn, asked.model)}]
+    sent: list[dict[str, Any]] = [{"type": "message_start", "message": _head(session, turn, asked.model)}]
     for index, block in enumerate(_blocks(turn)):
         if block["type"] == "tool_use":
             empty: dict[str, Any] = {"input": {}}
@@ -218,19 +218,19 @@ def message_sse(session: Session, turn: Turn, asked: AgentRequest) -> bytes:
         else:  # text or thinking, the field is called like the block
             empty = {block["type"]: ""}
             delta = {"type": f"{block['type']}_delta", block["type"]: block[block["type"]]}
-        events.append({"type": "content_block_start", "index": index, "content_block": block | empty})
-        events.append({"type": "content_block_delta", "index": index, "delta": delta})
-        events.append({"type": "content_block_stop", "index": index})
+        sent.append({"type": "content_block_start", "index": index, "content_block": block | empty})
+        sent.append({"type": "content_block_delta", "index": index, "delta": delta})
+        sent.append({"type": "content_block_stop", "index": index})
     end = {"stop_reason": _stop_reason(turn), "stop_sequence": None}
-    events.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": turn.sampled}})
-    events.append({"type": "message_stop"})
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
+    sent.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": turn.sampled}})
+    sent.append({"type": "message_stop"})
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in sent)
 
 
-def error_body(code: str, message: str, status: int) -> bytes:
+def error_body(code: str, message: str, status: int, **more: int | None) -> bytes:
     """`{"type": "error", "error": {type, message}}`, as the Anthropic clients read it; `code` is rl360's own."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    error: dict[str, Any] = {"type": kind, "message": message, "code": code}
+    error: dict[str, Any] = {"type": kind, "message": message, "code": code, **more}
     if code == Refusal.THREADS:  # told so, the library's agent loop goes on without a thread
         error["details"] = {"error_code": code, "unsupported": ["thread"]}
     return orjson.dumps({"type": "error", "error": error})
