@@ -1,12 +1,13 @@
 """Calls to an outside system's HTTP API, each under a deadline: what may pass is tried again, the rest is named.
 
-Tried again until the deadline: 429 and 503 (the server did nothing; `Retry-After` is kept to), other 5xx, no answer and
-one fresh token (401) where the caller says that a repeat is harmless. Everything else is `Refused` at once.
+Tried again until the deadline: 429 (nothing was done; `Retry-After` is kept to) and one fresh token (401); 5xx and no
+answer where the caller says that a repeat is harmless. Everything else is `Refused` at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -16,15 +17,14 @@ from typing import Any
 import httpx
 import orjson
 
-from rl360.errors import ServiceError
+from rl360.errors import Rl360Error, ServiceError
 
 CALL_S = 10.0  # one try of one call
 TRIES = 1000
 JSON = "application/json"
-NOT_DONE = (429, 503)  # refused before anything was done, so that any call may be repeated
 
 
-class Refused(ServiceError):
+class Refused(Rl360Error):
     """The server's last word: `status`, its message, and what would mend it when the caller knows."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -39,7 +39,8 @@ class NoAnswer(ServiceError):
 @dataclass(frozen=True)
 class Endpoint:
     """Where an API is and who we are there. `headers` are made for each call (tokens rotate); `socket`: a unix socket
-    to speak to instead of the host in `url`; `hints`: by status, what would mend a refusal."""
+    to speak to instead of the host in `url`; `hints`: by status, what would mend a refusal; `absent`: whether a
+    404's body is this API's own word that there is no such object. A proxy's must not prove an end."""
 
     name: str
     url: str
@@ -47,6 +48,7 @@ class Endpoint:
     ca_path: str | None = None
     socket: str | None = None
     hints: Mapping[int, str] = field(default_factory=dict)
+    absent: Callable[[Mapping[str, Any]], bool] = bool
 
     def client(self) -> httpx.AsyncClient:
         verify: Any = httpx.create_ssl_context(verify=self.ca_path) if self.ca_path else self.socket is None
@@ -90,35 +92,50 @@ class Api:
         until = time.monotonic() + deadline_s
         denied, problem, status = 0, "not asked", 0
         for number in range(1, TRIES):
-            wait_s = min(5.0, 0.2 * 2**number)
+            wait_s = min(5.0, 0.2 * 2**number) * random.uniform(0.75, 1.0)
+            limit_s = max(0.1, min(try_s, until - time.monotonic()))
             try:
-                reply = await self._http.request(
-                    method,
-                    self._url(path),
-                    params=params,
-                    content=content() if content else None if body is None else orjson.dumps(body),
-                    files=files() if files else None,
-                    headers={**self.endpoint.headers(), **({} if body is None else {"content-type": JSON})},
-                    timeout=max(0.1, min(try_s, until - time.monotonic())),
-                )
-            except httpx.HTTPError as error:
+                async with asyncio.timeout(limit_s + 0.5):  # an answer byte by byte misses no read's deadline
+                    reply = await self._http.request(
+                        method,
+                        self._url(path),
+                        params=params,
+                        content=content() if content else None if body is None else orjson.dumps(body),
+                        files=files() if files else None,
+                        headers={**self.endpoint.headers(), **({} if body is None else {"content-type": JSON})},
+                        timeout=limit_s,
+                    )
+            except (httpx.HTTPError, TimeoutError) as error:
                 status, problem = 0, f"no answer ({type(error).__name__})"
                 if not (repeat or isinstance(error, httpx.ConnectError)):
                     break
             else:
                 status = reply.status_code
+                self._check_absent(method, path, reply)
                 if reply.is_success or status in also:
                     return reply
                 problem = f"answered {status}: {message_of(reply)}"
                 denied += status == 401
-                if not (status in NOT_DONE or (repeat and (status >= 500 or (status == 401 and denied < 2)))):
+                if status >= 500 and not repeat:
+                    break
+                if not (status == 429 or status >= 500 or (status == 401 and denied < 2)):
                     raise Refused(f"{self.endpoint.name}: {method} {path} {problem}{self._hint(status)}", status)
                 wait_s = retry_after_s(reply, wait_s)
             if time.monotonic() + wait_s > until:
                 break
             await asyncio.sleep(wait_s)
         text = f"{self.endpoint.name}: {method} {path} {problem}; gave up after {deadline_s:g} s"
-        raise Refused(text, status) if status in NOT_DONE else NoAnswer(text)
+        raise Refused(text, status) if status == 429 else NoAnswer(text)
+
+    def _check_absent(self, method: str, path: str, reply: httpx.Response) -> None:
+        if reply.status_code == 404:
+            try:
+                body = orjson.loads(reply.content)
+            except orjson.JSONDecodeError:
+                body = None
+            if not isinstance(body, dict) or not self.endpoint.absent(body):
+                said = f"answered 404 and not as this API does: {reply.text[:80]!r}"
+                raise ServiceError(f"{self.endpoint.name}: {method} {path} {said}")
 
     async def json(self, method: str, path: str, deadline_s: float, body: Any = None, **options: Any) -> Any:
         """`call` and the JSON object or list it answered, None for 204. `ServiceError` when it is neither."""
@@ -148,6 +165,7 @@ class Api:
             ) as reply:
                 if not reply.is_success:
                     await reply.aread()
+                    self._check_absent(method, path, reply)
                     status, said = reply.status_code, message_of(reply)
                     text = f"{self.endpoint.name}: {method} {path} answered {status}: {said}{self._hint(status)}"
                     raise Refused(text, status)
@@ -170,7 +188,7 @@ def message_of(reply: httpx.Response) -> str:
         body = orjson.loads(reply.content)
     except orjson.JSONDecodeError:
         body = None
-    return str(body.get("message") if isinstance(body, dict) else reply.text)[:200]
+    return str(body.get("message") or body.get("reason") if isinstance(body, dict) else reply.text)[:200]
 
 
 def retry_after_s(reply: httpx.Response, default_s: float) -> float:

@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl360.errors import Rl360Error
 from rl360.http_api import Endpoint
@@ -51,4 +52,9 @@ class Cluster:
     def endpoint(self, hints: Mapping[int, str]) -> Endpoint:
         own = {401: f"the token in {self.token_path} is not taken"}
         ca_path = str(self.ca_path) if self.ca_path else None
-        return Endpoint(f"API server {self.url}", self.url, self.headers, ca_path=ca_path, hints={**own, **hints})
+        name = f"API server {self.url}"
+        return Endpoint(name, self.url, self.headers, ca_path, hints={**own, **hints}, absent=_absent)
+
+
+def _absent(body: Mapping[str, Any]) -> bool:
+    return (body.get("kind"), body.get("reason")) == ("Status", "NotFound")

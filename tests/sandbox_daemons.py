@@ -175,8 +175,8 @@ class Fake:
         if action == GARBAGE:
             await handler(request)
             return web.Response(text="<html>proxy</html>")
-        status, headers = action
-        return web.json_response({"message": f"scripted {status}"}, status=status, headers=headers)
+        status, headers, *body = action
+        return web.json_response(body[0] if body else {"message": f"scripted {status}"}, status=status, headers=headers)
 
     def made(self, name: str, labels: dict[str, str], workdir: str, env: dict[str, str], config: Any) -> Box:
         ident = uuid4().hex
@@ -198,7 +198,7 @@ class Fake:
 
     def box_at(self, ident: str) -> Box:
         if ident not in self.boxes:
-            raise web.HTTPNotFound(text=json.dumps({"message": f"no such sandbox: {ident}"}))
+            raise web.HTTPNotFound(text=json.dumps({"message": f"No such container: {ident}, sandbox not found"}))
         return self.boxes[ident]
 
 
@@ -413,7 +413,9 @@ class FakeKubernetes(Fake):
         name = request.match_info["name"]
         found = [box for box in self.boxes.values() if box.name == name]
         if not found:
-            raise web.HTTPNotFound(text=json.dumps({"kind": "Status", "message": f"no pod {name}"}))
+            raise web.HTTPNotFound(
+                text=json.dumps({"kind": "Status", "reason": "NotFound", "message": f"no pod {name}"})
+            )
         return found[0]
 
     def _pod(self, box: Box) -> dict[str, Any]:
@@ -428,7 +430,11 @@ class FakeKubernetes(Fake):
         return {"kind": "Pod", "metadata": metadata, "spec": box.config["spec"], "status": status}
 
     async def policy(self, request: web.Request) -> web.Response:
-        return web.json_response({"kind": "NetworkPolicy"}, status=200 if self.has_policy else 404)
+        return (
+            web.json_response({"kind": "NetworkPolicy"})
+            if self.has_policy
+            else web.json_response({"kind": "Status", "reason": "NotFound"}, status=404)
+        )
 
     async def create(self, request: web.Request) -> web.Response:
         if request.headers.get("authorization") != f"Bearer {self.token}":
@@ -449,7 +455,12 @@ class FakeKubernetes(Fake):
     async def list(self, request: web.Request) -> web.Response:
         wanted = dict(item.split("=", 1) for item in request.query["labelSelector"].split(","))
         found = [box for box in self.boxes.values() if wanted.items() <= box.labels.items()]
-        return web.json_response({"kind": "PodList", "items": [self._pod(box) for box in found]})
+        first = int(request.query.get("continue", "0"))
+        last = first + int(request.query["limit"])
+        more = {"continue": str(last)} if last < len(found) else {}
+        return web.json_response(
+            {"kind": "PodList", "metadata": more, "items": [self._pod(box) for box in found[first:last]]}
+        )
 
     async def look(self, request: web.Request) -> web.Response:
         return web.json_response(self._pod(self._named(request)))

@@ -24,10 +24,10 @@ from test_sandboxes import REASON
 
 from rl360.harbor.check import check_tasks
 from rl360.harbor.protocol import SandboxLimits
-from rl360.http_api import Endpoint
 from rl360.kube import Cluster
 from rl360.sandboxes import leases
 from rl360.sandboxes.provider import SandboxGone, SandboxNeeds, SandboxSpec, SandboxStartError, Workspace
+from rl360.sandboxes.providers import daytona, docker, kubernetes
 from rl360.sandboxes.providers.daytona import Daytona
 from rl360.sandboxes.providers.docker import Docker
 from rl360.sandboxes.providers.kubernetes import Pods
@@ -62,10 +62,9 @@ def kind_of(fake: Fake) -> str:
 
 def daemon_of(fake: Fake) -> Daemon:
     if isinstance(fake, FakeDocker):
-        return Docker(Endpoint("Docker daemon", f"{fake.url}/v1.43"))
+        return Docker(docker.endpoint_at(fake.url))
     if isinstance(fake, FakeDaytona):
-        headers = {"authorization": f"Bearer {fake.key}"}
-        return Daytona(Endpoint("Daytona", f"{fake.url}/api", lambda: headers))
+        return Daytona(daytona.endpoint_at(f"{fake.url}/api", fake.key))
     return Pods(Cluster(fake.url, "rl", fake.folder.parent / "token"))
 
 
@@ -349,6 +348,36 @@ def test_what_is_over_its_limits_is_not_carried_over(fake: Fake, tmp_path: Path,
     with_provider(fake, tmp_path, body)
 
 
+@pytest.mark.parametrize("body", [{"error": "no route"}, {"message": "page missing"}, ["html"]], ids=str)
+def test_a_404_of_something_else_proves_nothing(fake: Fake, tmp_path: Path, body: Any) -> None:
+    looks = {
+        "docker": "GET .*containers/\\w+/json",
+        "daytona": r"GET /api/sandbox/\w+",
+        "kubernetes": r"GET .*/pods/[\w-]+$",
+    }
+
+    async def go(provider: RemoteProvider) -> None:
+        sandbox = await provider.create(await spec_of(provider))
+        fake.faults = [Fault(looks[kind_of(fake)], (404, {}, body), 99)]
+        assert not (await sandbox.stop(1.5)).confirmed
+        fake.faults = []
+        assert (await sandbox.stop()).confirmed and fake.boxes == {}
+
+    with_provider(fake, tmp_path, go)
+
+
+def test_leases_come_in_pages(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "PAGE", 2)
+
+    async def go(provider: RemoteProvider) -> None:
+        for number in range(5):
+            await _plant(fake, f"n{number}", leases.labels(f"n{number}", DEPLOYMENT, 60, {}))
+        found = await provider.daemon.listed({leases.DEPLOYMENT: DEPLOYMENT}, 5)
+        assert sorted(lease.labels[leases.NAME] for lease in found) == [f"n{number}" for number in range(5)]
+
+    with_provider(fake, tmp_path, go)
+
+
 def test_tasks_are_judged_as_anywhere(fake: Fake, tmp_path: Path) -> None:
     """The runner, the oracle and the verifier over this provider: the oracle passes, doing nothing does not."""
     tasks = sorted(path for path in TASK.iterdir() if path.is_dir())[:2]
@@ -447,9 +476,8 @@ WITHOUT_END = """
 import asyncio, itertools, sys
 from pathlib import Path
 from rl360.harbor.protocol import SandboxLimits
-from rl360.http_api import Endpoint
 from rl360.sandboxes.provider import SandboxSpec
-from rl360.sandboxes.providers.docker import Docker
+from rl360.sandboxes.providers.docker import Docker, endpoint_at
 from rl360.sandboxes.providers.remote import RemoteProvider
 
 async def churn(provider, lane):
@@ -459,7 +487,7 @@ async def churn(provider, lane):
         await provider.create(SandboxSpec(name, {"run": "r"}, SandboxLimits(), workspace))
 
 async def main():
-    provider = RemoteProvider(Docker(Endpoint("Docker daemon", sys.argv[2] + "/v1.43")), Path(sys.argv[1]), "tests")
+    provider = RemoteProvider(Docker(endpoint_at(sys.argv[2])), Path(sys.argv[1]), "tests")
     print("started", flush=True)
     await asyncio.gather(*(churn(provider, lane) for lane in range(4)))
 
@@ -472,12 +500,12 @@ def test_killed_at_any_moment_nothing_stays(tmp_path: Path) -> None:
     fake = FakeDocker(tmp_path / "boxes")
     seen = 0
     try:
-        for wait_s in (0.05, 0.15, 0.4):
+        for begun in (1, 3, 7):  # as many creates, then a kill in the middle of others
             fake.faults = [Fault("containers/create", LATE, 2)]  # asked for by the killed, carried out after its death
             argv = [sys.executable, "-c", WITHOUT_END, str(tmp_path / "root"), fake.url]
             with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE) as doomed:
                 assert doomed.stdout is not None and doomed.stdout.readline() == b"started\n"
-                time.sleep(wait_s)
+                assert until(lambda: len(fake.boxes) >= begun, 30)  # noqa: B023
                 doomed.send_signal(signal.SIGKILL)
             time.sleep(fake.late_s + 0.4)
             seen += len(fake.boxes)

@@ -287,7 +287,7 @@ def test_what_passes_is_tried_again(launcher: KubernetesLauncher, api: ApiServer
     [
         ([(401, {}), (401, {})], ServiceError, "answered 401: scripted 401; the token in .* is not taken"),
         ([(403, {})], Rl360Error, "needs create, get, list and delete on pods in rl"),
-        ([(404, {})], ServiceError, "answered 404 and not as Kubernetes does"),
+        ([(404, {})], ServiceError, "answered 404 and not as this API does"),
         ([(422, {})], Rl360Error, r"answered 422.*engine-pod\.yaml"),
         ([(429, {"retry-after": "60"})], ServiceError, "answered 429.*gave up after 1 s"),
         ([(500, {})] * 9, ServiceError, "answered 500.*gave up after 1 s"),
@@ -380,7 +380,7 @@ def test_a_404_of_something_else_proves_nothing(launcher: KubernetesLauncher, ap
     handle = asyncio.run(launcher.start(START, 5))
     for reply in ({"error": "no route"}, {"kind": "Status", "reason": "Gone"}, "html"):
         api.script = [(404, {}, reply)]
-        with pytest.raises(ServiceError, match=r"404 and not as Kubernetes does|not a JSON object"):
+        with pytest.raises(ServiceError, match=r"404 and not as this API does|not a JSON object"):
             asyncio.run(launcher.proof(handle, 2))
 
 

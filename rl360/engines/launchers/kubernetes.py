@@ -14,56 +14,26 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-import orjson
 import yaml
 
 from rl360.config.services import Services
 from rl360.engines.launchers.base import Handle, Start, fleet_id
 from rl360.engines.processes import EndProof
 from rl360.errors import BadInput, Rl360Error, ServiceError
+from rl360.http_api import Api, Refused
+from rl360.kube import Cluster
 
 TEMPLATE = Path(__file__).resolve().parents[3] / "infra" / "kubernetes" / "engine-pod.yaml"
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 FLEET_LABEL, MARK_LABEL = "rl360/fleet", "rl360/engine"
-CALL_S = 10.0  # one try of one call
 GRACE_S = 30
 POLL_S = 1.0
 PAGE = 500  # pods of one answer of a list
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Where the API server is and who we are there. The token is read from its file at each call."""
-
-    url: str
-    namespace: str
-    token_path: Path
-    ca_path: Path | None = None
-
-    @classmethod
-    def of_pod(cls, env: Mapping[str, str], account: Path = ACCOUNT) -> Cluster:
-        """What Kubernetes gives every pod."""
-        host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT")
-        if not host or not port:
-            raise Rl360Error(
-                "launcher kubernetes: KUBERNETES_SERVICE_HOST and _PORT are not set; run `rl360 fleet keep` in a pod "
-                "(infra/kubernetes/fleet.yaml)"
-            )
-        try:
-            namespace = (account / "namespace").read_text().strip()
-        except OSError as error:
-            raise Rl360Error(f"launcher kubernetes: no service account in {account} ({error.strerror})") from None
-        host = f"[{host}]" if ":" in host else host
-        return cls(f"https://{host}:{port}", namespace, account / "token", account / "ca.crt")
 
 
 def render_pod(template: Mapping[str, Any], start: Start, fleet: str, namespace: str) -> dict[str, Any]:
@@ -227,84 +197,27 @@ class KubernetesLauncher:
         except (KeyError, TypeError, AttributeError):
             raise ServiceError(f"API server {self.cluster.url}: a pod without name and uid") from None
 
-    def _token(self) -> str:
-        try:
-            return self.cluster.token_path.read_text().strip()
-        except OSError as error:
-            raise Rl360Error(f"launcher kubernetes: no token in {self.cluster.token_path} ({error.strerror})") from None
-
     async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> tuple[int, dict[str, Any]]:
-        """Status 200-299, 404, 409 or 410, and the body. Tries again what may pass (429, 5xx, no answer, one fresh
-        token) until the deadline; create and delete are safe to repeat by name and uid. A 404 is the API server's own
-        word that there is no such object: whatever else answers at that address must not prove an end."""
-        until = time.monotonic() + deadline_s
-        verify: Any = httpx.create_ssl_context(verify=str(self.cluster.ca_path)) if self.cluster.ca_path else True
-        denied = 0
-        async with httpx.AsyncClient(verify=verify, trust_env=False) as http:
-            for attempt in range(1, 1000):
-                wait_s = min(5.0, 0.2 * 2**attempt) * random.uniform(0.75, 1.0)
-                limit_s = max(0.1, min(CALL_S, until - time.monotonic()))
-                try:
-                    async with asyncio.timeout(limit_s + 0.5):  # an answer byte by byte misses no read's deadline
-                        reply = await http.request(
-                            method,
-                            self.cluster.url + path,
-                            content=None if body is None else orjson.dumps(body),
-                            headers={"authorization": f"Bearer {self._token()}", "content-type": "application/json"},
-                            timeout=limit_s,
-                        )
-                except (httpx.HTTPError, TimeoutError) as error:
-                    problem = f"no answer ({type(error).__name__})"
-                else:
-                    if reply.is_success or reply.status_code in (404, 409, 410):
-                        said = self._json(reply)
-                        kind = said.get("kind"), said.get("reason")
-                        if reply.status_code == 404 and kind != ("Status", "NotFound"):
-                            raise ServiceError(
-                                f"API server {self.cluster.url}: {method} {path} answered 404 and not as Kubernetes "
-                                f"does: {reply.text[:80]!r}"
-                            )
-                        return reply.status_code, said
-                    problem = f"answered {reply.status_code}: {_message(reply)}"
-                    denied += reply.status_code == 401
-                    self._refuse(method, reply, problem, denied)
-                    wait_s = _retry_after_s(reply, wait_s)
-                if time.monotonic() + wait_s > until:
-                    break
-                await asyncio.sleep(wait_s)
-        raise ServiceError(f"API server {self.cluster.url}: {method} {path} {problem}; gave up after {deadline_s:g} s")
-
-    def _refuse(self, method: str, reply: httpx.Response, problem: str, denied: int) -> None:
-        """Raise what trying again can't mend."""
-        where = f"API server {self.cluster.url}: {method} pods"
-        if reply.status_code == 401 and denied > 1:
-            raise ServiceError(f"{where} {problem}; the token in {self.cluster.token_path} is not taken")
-        if reply.status_code == 403 and "exceeded quota" in problem:
-            raise ServiceError(f"{where} {problem}; started when the quota of {self.cluster.namespace} has room")
-        if reply.status_code == 403:
-            raise Rl360Error(
-                f"{where} {problem}; the service account needs create, get, list and delete on pods in "
-                f"{self.cluster.namespace} (infra/kubernetes/fleet.yaml)"
-            )
-        if reply.status_code < 500 and reply.status_code not in (401, 429):
-            raise Rl360Error(f"{where} {problem}; look at infra/kubernetes/engine-pod.yaml")
-
-    def _json(self, reply: httpx.Response) -> dict[str, Any]:
-        try:
-            body = orjson.loads(reply.content)
-        except orjson.JSONDecodeError:
-            body = None
-        if not isinstance(body, dict):
+        """Status 200-299, 404, 409 or 410, and the body. Tries again what may pass until the deadline;
+        create and delete are safe to repeat by name and uid."""
+        async with Api(self.cluster.endpoint({})) as api:
+            try:
+                reply = await api.call(method, path, deadline_s, body, also=(404, 409, 410))
+            except Refused as error:
+                if error.status in (401, 429):
+                    raise ServiceError(str(error)) from None
+                if error.status == 403 and "exceeded quota" in str(error):
+                    later = f"started when the quota of {self.cluster.namespace} has room"
+                    raise ServiceError(f"{error}; {later}") from None
+                if error.status == 403:
+                    rights = f"create, get, list and delete on pods in {self.cluster.namespace}"
+                    account = f"the service account needs {rights} (infra/kubernetes/fleet.yaml)"
+                    raise Rl360Error(f"{error}; {account}") from None
+                raise Rl360Error(f"{error}; look at infra/kubernetes/engine-pod.yaml") from None
+            said = api.document(reply)
+        if not isinstance(said, dict):
             raise ServiceError(f"API server {self.cluster.url}: reply is not a JSON object: {reply.text[:80]!r}")
-        return body
-
-
-def _message(reply: httpx.Response) -> str:
-    try:
-        body = orjson.loads(reply.content)
-    except orjson.JSONDecodeError:
-        body = None
-    return _said(body) if isinstance(body, dict) else reply.text[:200]
+        return reply.status_code, said
 
 
 def _said(body: Mapping[str, Any]) -> str:
@@ -345,9 +258,3 @@ def _progress(pod: Mapping[str, Any]) -> dict[str, Any]:
         "failed": f"{state}: {status.get('message') or ''}"[:200] if phase in ("Failed", "Succeeded") else "",
         "detail": f"{phase} {reason}: {str(why.get('message') or '')[:160]}".strip(": "),
     }
-
-
-def _retry_after_s(reply: httpx.Response, default_s: float) -> float:
-    """Seconds the server asks us to wait, when it does so in seconds."""
-    given = reply.headers.get("retry-after", "")
-    return float(given) if given.isdecimal() else default_s

@@ -46,6 +46,16 @@ FAILED = ("error", "build_failed", "destroyed", "destroying", "stopped", "archiv
 NO_SUCH_PATH = 66
 
 
+def endpoint_at(url: str, key: str) -> Endpoint:
+    headers = {"authorization": f"Bearer {key}"}
+    hints = {403: "quota or rights of the key", 401: "look at DAYTONA_API_KEY"}
+    return Endpoint("Daytona", url.rstrip("/"), lambda: headers, hints=hints, absent=_absent)
+
+
+def _absent(body: Mapping[str, Any]) -> bool:
+    return "not found" in str(body.get("message")).lower()
+
+
 class Daytona:
     """One organization of one deployment."""
 
@@ -60,9 +70,7 @@ class Daytona:
         key = env.get("DAYTONA_API_KEY", "")
         if not key:
             raise BadInput("provider daytona: DAYTONA_API_KEY is not set; give the organization's key")
-        hints = {403: "quota or rights of the key", 401: "look at DAYTONA_API_KEY"}
-        headers = {"authorization": f"Bearer {key}"}
-        endpoint = Endpoint("Daytona", env.get("DAYTONA_API_URL", URL).rstrip("/"), lambda: headers, hints=hints)
+        endpoint = endpoint_at(env.get("DAYTONA_API_URL", URL), key)
         return cls(endpoint, env.get("RL360_SANDBOX_IMAGE", IMAGE), env.get("DAYTONA_TARGET", ""))
 
     def refusal(self, needs: SandboxNeeds) -> str | None:

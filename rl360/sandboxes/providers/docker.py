@@ -33,6 +33,14 @@ CHUNK = 1 << 20
 TAR_SLACK = 16 << 20  # headers and padding
 
 
+def endpoint_at(url: str, socket: str | None = None) -> Endpoint:
+    return Endpoint("Docker daemon", url + VERSION, socket=socket, absent=_absent)
+
+
+def _absent(body: Mapping[str, Any]) -> bool:
+    return str(body.get("message")).startswith(("No such", "Could not find"))
+
+
 class Docker:
     """One daemon."""
 
@@ -46,9 +54,9 @@ class Docker:
         host = env.get("DOCKER_HOST", f"unix://{SOCKET}")
         scheme, _, rest = host.partition("://")
         if scheme == "unix":
-            endpoint = Endpoint("Docker daemon", "http://docker" + VERSION, socket=rest)
+            endpoint = endpoint_at("http://docker", rest)
         elif scheme in ("tcp", "http"):
-            endpoint = Endpoint("Docker daemon", f"http://{rest.rstrip('/')}{VERSION}")
+            endpoint = endpoint_at(f"http://{rest.rstrip('/')}")
         else:
             raise BadInput(f"DOCKER_HOST {host!r}: use unix:///path or tcp://host:port")
         return cls(endpoint, env.get("RL360_SANDBOX_IMAGE", IMAGE), env.get("RL360_DOCKER_DISK_QUOTA") == "1")

@@ -26,7 +26,7 @@ import aiohttp
 import orjson
 
 from rl360.errors import ServiceError
-from rl360.http_api import Api, NoAnswer, Refused
+from rl360.http_api import Api, NoAnswer, Refused, message_of
 from rl360.kube import Cluster
 from rl360.sandboxes.leases import Lease
 from rl360.sandboxes.provider import SandboxNeeds
@@ -48,6 +48,7 @@ POLICY = "rl360-sandbox-no-network"
 LABEL = "rl360/sandbox"
 READY_S = (0.2, 2.0)  # between two looks at a pod that starts: the first, the longest
 GRACE_S = 1
+PAGE = 500  # pods of one answer of a list
 CHUNK = 1 << 18
 STDIN, STDOUT, STDERR, ERROR = 0, 1, 2, 3
 PROTOCOL = "v4.channel.k8s.io"
@@ -139,17 +140,28 @@ class Pods:
                     "apply infra/kubernetes/sandboxes.yaml"
                 )
             self._policy_seen = True
-        made = await self.api.json(
-            "POST", self.path, deadline_s, self._pod(order), also=(409,), try_s=deadline_s
-        )  # safe to repeat: the name is this try's own
-        if made.get("kind") != "Pod":
-            made = await self._known(order.name, until - time.monotonic())
+        made = await self._create(self._pod(order), until)
         pause_s, longest_s = READY_S
         while not _ready(made):
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 1.5 * pause_s)
             made = await self._known(order.name, until - time.monotonic())
         return Box(_ident(made), order.spec, {"pod": order.name})
+
+    async def _create(self, pod: Mapping[str, Any], until: float) -> Any:
+        """Safe to repeat: the name is this try's own. A conflict is an earlier try whose reply was lost, or a quota
+        that several change at once."""
+        path = f"{self.path}/{pod['metadata']['name']}"
+        while True:
+            made = await self.api.call("POST", self.path, max(0.1, until - time.monotonic()), pod, also=(409,))
+            if made.status_code != 409:
+                return self.api.document(made)
+            found = await self.api.call("GET", path, max(0.1, until - time.monotonic()), also=(404,))
+            if found.status_code != 404:
+                return self.api.document(found)
+            if time.monotonic() + READY_S[1] > until:
+                raise ServiceError(f"pod {pod['metadata']['name']}: answered 409 and there is none: {message_of(made)}")
+            await asyncio.sleep(READY_S[0])
 
     async def _known(self, name: str, deadline_s: float) -> Any:
         try:
@@ -274,11 +286,24 @@ class Pods:
 
     async def listed(self, wanted: Mapping[str, str], deadline_s: float) -> list[Lease]:
         selector = ",".join(f"{name}={value}" for name, value in {LABEL: "1", **_selectable(wanted)}.items())
-        body = await self.api.json("GET", self.path, deadline_s, params={"labelSelector": selector})
-        items = body.get("items") if isinstance(body, dict) else None
-        if not isinstance(items, list):
-            raise ServiceError(f"API server {self.cluster.url}: the list of pods has no items")
-        return [Lease(self.kind, _ident(pod), dict(pod["metadata"].get("annotations") or {})) for pod in items]
+        until = time.monotonic() + deadline_s
+        found: list[Lease] = []
+        params = {"labelSelector": selector, "limit": str(PAGE)}
+        while True:
+            left = max(0.1, until - time.monotonic())
+            reply = await self.api.call("GET", self.path, left, params=params, also=(410,))
+            if reply.status_code == 410 and params.pop("continue", "") and time.monotonic() < until:
+                found = []  # the list is too old to go on with: from the start
+                continue
+            body = self.api.document(reply)
+            items = body.get("items") if isinstance(body, dict) else None
+            if not isinstance(items, list):
+                raise ServiceError(f"API server {self.cluster.url}: the list of pods has no items")
+            found += [Lease(self.kind, _ident(pod), dict(pod["metadata"].get("annotations") or {})) for pod in items]
+            more = (body.get("metadata") or {}).get("continue")
+            if not more:
+                return found
+            params["continue"] = str(more)
 
     async def close(self) -> None:
         await self.api.close()
