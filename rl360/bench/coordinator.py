@@ -166,7 +166,9 @@ async def _attempts(
         named = list(zip(specs, names, strict=True))
         sessions = await spent.each("opening", (client._open_session(*each) for each in named), IN_FLIGHT)
         ids = list(zip(names, (session_id for session_id, _ in sessions), strict=True))
-        runs = ((*each, url) for each, (_, url) in zip(named, sessions, strict=True))
+        runs = (
+            (*each, url, client._sandbox_server(each[0], 0)) for each, (_, url) in zip(named, sessions, strict=True)
+        )
         await spent.each("running", (client._run(*each) for each in runs), IN_FLIGHT)
         refs = await spent.each("storing", (client._store(*each) for each in ids), IN_FLIGHT)
         verdicts = [verdict_of(RUN, "bench", name, float(i % 2)) for i, name in enumerate(names)]
