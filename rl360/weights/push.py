@@ -363,26 +363,14 @@ class _Push:
 
     async def receivers(self, intent: fence.Intent) -> Receivers:
         serving = {worker.url for worker in await self.gateway.workers() if worker.usable}
-        slots = [
-            Slot(
-                engine,
-                self.client(engine.url, intent.epoch),
-                EngineState.SERVING if engine.url in serving else EngineState.JOINING,
-                was_serving=engine.url in serving,
-            )
-            for engine in intent.engines
-        ]
-        config = self.config
-        return Receivers(
-            self.store,
-            self.gateway,
-            self.ends,
-            intent,
-            slots,
-            config.min_engines,
-            config.call_deadline_s,
-            self.probe_deadline_s,
-        )
+        least, call_s = self.config.min_engines, self.config.call_deadline_s
+
+        def slot(engine: EngineIdentity) -> Slot:
+            state = EngineState.SERVING if engine.url in serving else EngineState.JOINING
+            return Slot(engine, self.client(engine.url, intent.epoch), state, was_serving=engine.url in serving)
+
+        slots = [slot(engine) for engine in intent.engines]
+        return Receivers(self.store, self.gateway, self.ends, intent, slots, least, call_s, self.probe_deadline_s)
 
     async def deliver(self, receivers: Receivers, held: ChecksumReply, stale: list[str]) -> _Delivery:
         """prepare -> pause -> transfer -> confirm -> serve. From the pause on all of it has one deadline."""
@@ -528,10 +516,7 @@ class _Push:
 
     def _record(self, receivers: Receivers, status: PushStatus, **more: Any) -> PushRecord:
         return PushRecord(
-            run=self.run,
-            step=self.step,
-            version=self.version,
-            epoch=receivers.intent.epoch,
+            **_named(receivers.intent),
             status=status,
             engines=tuple(slot.outcome() for slot in receivers.slots),
             absent=tuple(self.absent),
@@ -540,16 +525,13 @@ class _Push:
         )
 
     def superseded(self, old: fence.Intent, epoch: int) -> PushRecord:
-        return PushRecord(
-            run=old.run,
-            step=old.step,
-            version=old.version,
-            epoch=old.epoch,
-            status=PushStatus.SUPERSEDED,
-            path=self.config.transport,
-            engines=(),
-            reason=f"unfinished; its receivers are gone or were taken over by epoch {epoch}",
-        )
+        reason = f"unfinished; its receivers are gone or were taken over by epoch {epoch}"
+        told = {**_named(old), "status": PushStatus.SUPERSEDED, "path": self.config.transport, "reason": reason}
+        return PushRecord(engines=(), **told)
+
+
+def _named(intent: fence.Intent) -> dict[str, Any]:
+    return intent.model_dump(include={"run", "step", "version", "epoch"})
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> BaseException | None:

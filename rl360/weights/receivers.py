@@ -144,14 +144,18 @@ class Receivers:
             await self.fence_off(slot, str(error))
 
     async def pause(self, mode: str) -> None:
-        """joining or serving -> loading; no engine generates from here on."""
+        """joining or serving -> loading; no engine generates from here on. First each is looked at again: who started at
+        its URL since the set was frozen would stay paused."""
+        again = await self.each(self.slots, self.require_same)
+        await self.fence_failed(again, self.slots, "being looked at again")
+        ready = [slot for slot in self.slots if slot.state is not EngineState.GONE]
 
         async def one(slot: Slot) -> None:
             slot.paused_at = time.monotonic()
             await slot.ask(slot.client.pause(mode, self.call_deadline_s))
             slot.move(EngineState.LOADING)
 
-        await self.fence_failed(await self.each(self.slots, one), self.slots, "pausing")
+        await self.fence_failed(await self.each(ready, one), ready, "pausing")
         self.require(EngineState.LOADING, "pausing")
 
     async def rename(self, version: str) -> None:

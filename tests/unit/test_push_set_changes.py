@@ -144,6 +144,18 @@ def test_restarts_in_the_middle_of_the_push(model_dir: Path) -> None:
     story(model_dir, act)
 
 
+def test_restarts_between_the_look_and_the_pause(model_dir: Path) -> None:
+    """Whoever started at its URL meanwhile is not paused: nobody would let it go again."""
+
+    async def act(world: World) -> None:
+        world.soon_after("/push/checksums", 1, world.engines[1].start)
+        record = record_of(await world.push(1))
+        assert world.states(record) == {"e0": SERVING, "e1": GONE, "e2": SERVING}
+        assert world.engines[1].content == "base" and not world.engines[1].paused
+
+    story(model_dir, act)
+
+
 def test_second_engine_dies_while_the_retry_runs(model_dir: Path) -> None:
     async def act(world: World) -> None:
         world.arm(
