@@ -63,9 +63,9 @@ def push(
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
-    """Weight pushes: calls at the 375B shape, delta files, and three real engines of which one is replaced.
+    """Weight pushes: calls at the 375B shape, what a difference saves, and three real engines of which one is replaced.
 
-    Exit 1 when a row misses.
+    A quarter of an hour with all rows; wants the machine to itself. Exit 1 when a row misses.
     """
     from rl360.bench.push import chosen, measure
     from rl360.bench.rows import Options
