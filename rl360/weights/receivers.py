@@ -144,7 +144,7 @@ class Receivers:
             await self.fence_off(slot, str(error))
 
     async def pause(self, mode: str) -> None:
-        """joining or serving -> loading; no engine generates from here on. First each is looked at again: who started at
+        """joining or serving -> loading; no engine generates from here on. First each is looked at again: who began at
         its URL since the set was frozen would stay paused."""
         again = await self.each(self.slots, self.require_same)
         await self.fence_failed(again, self.slots, "being looked at again")
