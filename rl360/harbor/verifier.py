@@ -241,7 +241,7 @@ def _from_json(data: bytes) -> float:
         raise RewardError(f"reward.json: {word} is not a finite number")
 
     try:
-        value = json.loads(data, parse_constant=not_finite)
+        value = json.loads(data.decode(), parse_constant=not_finite)
     except (ValueError, RecursionError) as error:
         raise RewardError(f"reward.json: not JSON ({str(error)[:100]})") from None
     if not isinstance(value, dict) or "reward" not in value:
