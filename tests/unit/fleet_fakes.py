@@ -53,6 +53,8 @@ class KeptEngine(FakeEngine):
     removed_alive: list[bool] = field(default_factory=list)
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if not self.alive:
+            raise ConnectionAbortedError("the kernel closes what a dead process had open")
         if path.startswith("/v1/loads") and "*" not in self.faults:
             return 200, {"loads": [{"num_running_reqs": self.busy, "num_waiting_reqs": 0}]}
         if path == "/generate" and not self.faults:

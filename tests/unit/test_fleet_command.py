@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rl360.commands.fleet import describe, engine_state, find_engine, known_engines, print_status
@@ -70,9 +72,12 @@ def test_status_says_what_the_log_knows_and_what_the_engine_answers(capsys: pyte
     assert (first["state"], first["logged"], first["live"]) == ("joining", False, "answers")
     assert (second["state"], second["launcher"], second["live"]) == ("joining", "external", "silent")
     assert second["reason"] == "borrowed; no answer within 5 s"
+    assert second["since"] == state.slots["external-0"].since and first["since"] is None
+    second |= {"since": time.time() - 600, "push": 12, "start": "runs for 40 of 2400 s; loading shard 3 of 8"}
     print_status(picture, log.recent(5))
     out = capsys.readouterr().out
-    assert "external-0    joining" in out and "keeper: none" in out
+    assert "external-0    joining    10 min  -            push 12   external   silent    gateway: absent" in out
+    assert "  its start: runs for 40 of 2400 s; loading shard 3 of 8" in out and "keeper: none" in out
     assert "new -> joining" in out and "person:ann" in out
     assert known_engines(services, state) == {"engine-0": URL, "engine-1": "http://h:2", "external-0": "http://h:9"}
 

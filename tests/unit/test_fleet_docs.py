@@ -53,6 +53,13 @@ def test_the_service_is_what_the_page_calls_it() -> None:
     assert spec.argv[2:] == ("rl360.cli", "fleet", "keep", "--start-s", "300") and not spec.sweep
 
 
+def test_one_option_lets_a_large_model_load() -> None:
+    secrets = Secrets(token="t" * 32, s3_access_key="a", s3_secret_key="s")
+    specs = {spec.name: spec for spec in build_specs(UpOptions(home="/h", model_dir="/m", start_s=1800), secrets, "i")}
+    assert specs["engine-0"].start_deadline_s == specs["engine-1"].start_deadline_s == 1800
+    assert specs["fleet"].argv[-2:] == ("--start-s", "1800")
+
+
 def test_every_key_of_the_status_is_explained() -> None:
     store = MemoryStore()
     log = FleetLog(store)

@@ -386,7 +386,7 @@ def test_an_engine_that_loses_its_traffic_again_and_again_is_ended(world: FleetW
 
 def test_losing_its_traffic_long_ago_is_forgiven(world: FleetWorld) -> None:
     options = dataclasses.replace(OPTIONS, flaps=2, flaps_s=1e-6)
-    for _ in range(3):
+    for _ in range(2):
         world.serve()
         world.engines[0].samples = -1
         world.rounds(2, options)
