@@ -36,6 +36,7 @@ COMMANDS = {
     "sandboxes": Entry("sandboxes", "Sandboxes: simulate how they start, are admitted and placed."),
     "model": Entry("model", "The starting policy: warm start and parity."),
     "tasks": Entry("tasks", "Task sets: check that tasks can be trusted."),
+    "harbor": Entry("harbor", "Real Harbor's agents: make the environment they run in."),
     "bench": Entry("bench", "Figures with a goal, each beside its baseline."),
     "templates": Entry("templates", "Chat templates: the known families, and checks of a model's."),
 }

@@ -57,6 +57,7 @@ class UpOptions(BaseModel):
     judge_url: str = ""
     agents: tuple[str, ...] = ()
     harnesses: tuple[str, ...] = ()
+    harbor: str = ""
     judge_key_env: str = ""
     trainer_ranks: int = Field(1, ge=1, le=64)
     ports: dict[str, int] = Field(default_factory=lambda: dict(DEFAULT_PORTS))
@@ -374,7 +375,11 @@ def _sandbox(options: UpOptions) -> Spec:
     port = options.ports["sandbox"]
     judge = {"--judge-url": options.judge_url, "--judge-key-env": options.judge_key_env}
     given = [part for flag, value in judge.items() if value for part in (flag, value)]
-    for flag, values in (("--agent", options.agents), ("--harness", options.harnesses)):
+    for flag, values in (
+        ("--agent", options.agents),
+        ("--harness", options.harnesses),
+        ("--harbor", [options.harbor] if options.harbor else []),
+    ):
         given += [part for value in values for part in (flag, value)]
     return Spec(
         name="sandbox-0",

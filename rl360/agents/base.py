@@ -41,9 +41,9 @@ class AgentMetrics:
 
 @dataclass(frozen=True)
 class AgentContext:
-    """Everything an agent may use. `deadline`: event-loop clock; `exec(command, timeout_s)` runs in the sandbox. What
-    is appended to `transcript` (chat messages) is what a judge of the task is shown of the conversation. `folder`: what
-    `mounts` of the agent was given."""
+    """Everything an agent may use. `deadline`: event-loop clock; `exec(command, timeout_s, cap_bytes)` runs in the
+    sandbox, its output cut at the run's limit where no cap is given. What is appended to `transcript` (chat messages)
+    is what a judge of the task is shown of the conversation. `folder`: what `mounts` of the agent was given."""
 
     instruction: str
     base_url: str
@@ -51,7 +51,7 @@ class AgentContext:
     sampling_params: Mapping[str, Any]
     max_turns: int
     deadline: float
-    exec: Callable[[str, float], Awaitable[ExecResult]]
+    exec: Callable[..., Awaitable[ExecResult]]
     http: httpx.AsyncClient
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     transcript: list[dict[str, Any]] = field(default_factory=list)

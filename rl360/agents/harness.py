@@ -6,8 +6,8 @@ socket in the one folder it shares with us, and here each request goes to the at
 turns and notes refusals. Its end is the sandbox's: whatever it left running is proven gone before the verifier starts.
 
 How it ends: exit 0 is submitted; turns over `max_turns` and a full sequence are refused with 400 and named as such; a
-signal counts as a limit, for a command of the model may have sent it; another exit after a model call that failed is
-that failure; any other exit is an error of the program, and no verdict is sought.
+signal counts as a limit, for a command of the model may have sent it; another exit, or the deadline, after a model call
+that failed is that failure; any other exit is an error of the program, and no verdict is sought.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -42,6 +43,7 @@ PORT = 41_360
 MAX_BODY_BYTES = 32 << 20
 TAIL_BYTES = 64 << 10  # of a reply: where its usage and its end are told
 KEPT_BYTES = 1500
+MARGIN_S = 0.5
 # raw bytes of a reply: inside a text the quotes would be escaped
 TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d+)')
 CUT = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"(?:length|max_tokens)"')
@@ -86,6 +88,16 @@ class Relay:
     cut: bool = False
     over_turns: bool = False
 
+    def left(self) -> float:
+        """Seconds for the program: it ends a moment before the attempt's deadline, so that `late` is heard."""
+        return max(0.1, self.context.deadline - asyncio.get_running_loop().time() - MARGIN_S)
+
+    def late(self, detail: str) -> AgentEnd:
+        """The end of a program whose time is over: of one that was still asking a model that failed, that failure."""
+        if self.failure is not None:
+            raise self.failure
+        return AgentEnd(ExitStatus.AGENT_TIMEOUT, detail)
+
     async def carry(self, request: web.Request) -> web.StreamResponse:
         place = request.match_info["place"]
         if not PLACE.fullmatch(place):
@@ -94,6 +106,8 @@ class Relay:
         if sampling and self.context.metrics.turns >= self.context.max_turns:
             self.over_turns = True
             return _refuse(400, "turn_limit", f"{self.context.max_turns} turns were taken, and there are no more")
+        if sampling and self.full:  # clients ask a refused 409 again
+            return _refuse(400, "length", "the sequence is full")
         left = self.context.deadline - asyncio.get_running_loop().time()
         if left <= 0:
             return _refuse(400, "no_time", "the attempt's time is over")
@@ -155,18 +169,17 @@ class Harness:
         (context.folder / "instruction.md").write_text(context.instruction, encoding="utf-8")
         (context.folder / "instruction.md").chmod(0o644)
         relay = Relay(context)
-        async with _listening(relay, context.folder):
-            left = context.deadline - asyncio.get_running_loop().time()
+        async with listening(relay, context.folder):
             started = time.monotonic()
             try:
-                result = await context.exec(self._command(context), max(0.1, left))
+                result = await context.exec(self._command(context), relay.left())
             finally:
                 context.metrics.env_execution_time_sum += time.monotonic() - started
         said = " ".join(result.output.decode("utf-8", "replace").split())[-300:]
         name = self.terms.command[0]
         if result.timed_out:
-            return AgentEnd(ExitStatus.AGENT_TIMEOUT, f"{name} ran to the deadline; {said}")
-        return _ended(relay, name, result.exit_code, said)
+            return relay.late(f"{name} ran to the deadline; {said}")
+        return ended(relay, name, result.exit_code, said)
 
     def _command(self, context: AgentContext) -> str:
         base_url = f"http://127.0.0.1:{PORT}"
@@ -194,7 +207,7 @@ class Harness:
         return shlex.join(["env", *(f"{name}={value}" for name, value in env.items()), *entry, "--", *words])
 
 
-def _ended(relay: Relay, name: str, code: int, said: str) -> AgentEnd:
+def ended(relay: Relay, name: str, code: int, said: str) -> AgentEnd:
     turns = relay.context.metrics.turns
     if relay.full and turns == 0:
         raise AgentFailure(ExitStatus.GENERATION_ERROR, "the first prompt leaves no room for a reply", retryable=False)
@@ -213,28 +226,46 @@ def _ended(relay: Relay, name: str, code: int, said: str) -> AgentEnd:
 
 
 @asynccontextmanager
-async def _listening(relay: Relay, folder: Path) -> AsyncIterator[None]:
+async def listening(relay: Relay, folder: Path) -> AsyncIterator[None]:
     """The relay at `folder`/session.sock, for the sandbox's user alone."""
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
-    app.router.add_route("*", "/v1/{place:.*}", relay.carry)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    listening = socket.socket(socket.AF_UNIX)
+    runner = await _runner(relay, "")
+    bound = socket.socket(socket.AF_UNIX)
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:  # the path itself may be longer than the address of a socket can be
-            listening.bind(f"/proc/self/fd/{place}/session.sock")
+            bound.bind(f"/proc/self/fd/{place}/session.sock")
         finally:
             os.close(place)
         owner = (folder.parent / "work").stat()
         if os.geteuid() == 0:
             os.chown(folder / "session.sock", owner.st_uid, owner.st_gid)
         (folder / "session.sock").chmod(0o600)
-        await web.SockSite(runner, listening).start()
+        await web.SockSite(runner, bound).start()
         yield
     finally:
         await runner.cleanup()
-        listening.close()
+        bound.close()
+
+
+@asynccontextmanager
+async def listening_here(relay: Relay) -> AsyncIterator[str]:
+    """The relay for a program on this host: its base URL, which cannot be guessed."""
+    secret = secrets.token_urlsafe(24)
+    runner = await _runner(relay, f"/{secret}")
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}/v1"
+    finally:
+        await runner.cleanup()
+
+
+async def _runner(relay: Relay, prefix: str) -> web.AppRunner:
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_route("*", prefix + "/v1/{place:.*}", relay.carry)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    return runner
 
 
 def _refuse(status: int, code: str, message: str) -> web.Response:

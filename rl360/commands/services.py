@@ -69,6 +69,9 @@ def up(
     harness: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE.toml", help="A program as an agent; repeatable.")
     ] = None,
+    harbor: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Real Harbor's agents, of `rl360 harbor setup`.")
+    ] = None,
     trainer_ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 1,
     home: HomeOption = None,
     port_base: Annotated[int | None, typer.Option(help="Put all ports in a block from here.")] = None,
@@ -87,12 +90,15 @@ def up(
     from infra.local.plan import UpOptions, port_table
     from rl360.agents.registry import agents_of
     from rl360.harbor.judge import judge_address
+    from rl360.harbor.real.place import require_ready
 
     if judge_url:
         judge_address(judge_url)  # before it stands in a file or in the arguments of a service
     elif judge_key_env:
         raise BadInput("--judge-key-env says nothing without --judge-url")
     agents_of(agent or (), harness or ())  # refused here, not by a service that does not start
+    if harbor is not None:
+        require_ready(harbor)
     folder = _home(home)
     options = UpOptions(
         home=str(folder),
@@ -105,6 +111,7 @@ def up(
         judge_key_env=judge_key_env,
         agents=tuple(agent or ()),
         harnesses=tuple(harness or ()),
+        harbor=str(harbor.absolute()) if harbor is not None else "",
         trainer_ranks=trainer_ranks,
         ports=port_table(port_base, _port_choices(ports or [])),
         only=tuple(part for part in only.split(",") if part),

@@ -362,6 +362,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--store", action="store_true", help="keep replies in the deployment's object store")
     parser.add_argument("--agent", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="add an agent")
     parser.add_argument("--harness", action="append", default=[], metavar="NAME=FILE", help="add a program as an agent")
+    parser.add_argument("--harbor", type=Path, metavar="DIR", help="add Harbor's agents, of `rl360 harbor setup`")
     parser.add_argument("--judge-url", default="", help="of an LLM judge, e.g. https://HOST/v1 (docs/judges.md)")
     parser.add_argument("--judge-key-env", default="", metavar="NAME", help="environment variable with its API key")
     parser.add_argument("--judge-concurrency", type=int, default=16, help="judge calls under way at once")
@@ -403,7 +404,7 @@ def main(argv: list[str] | None = None) -> None:
         root = (args.home or home_dir()) / "sandboxes" / str(args.port)
         provider = open_provider(args.provider, root, token)
         replies = replies_of(args) if args.store else None
-        app = make_app(provider, agents_of(args.agent, args.harness), args, token, judge, replies)
+        app = make_app(provider, agents_of(args.agent, args.harness, args.harbor), args, token, judge, replies)
     except Rl360Error as error:
         raise SystemExit(f"sandbox server: {error}") from None
     uvicorn.run(

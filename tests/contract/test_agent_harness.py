@@ -149,6 +149,17 @@ def test_how_it_ends(
     assert (reply.reward is not None) == (outcome in ("passed", "failed", "truncated"))
 
 
+def test_a_program_that_asks_a_broken_model_to_the_end_was_not_late(
+    tmp_path: Path, task: Path, sessions: ScriptedSessions
+) -> None:
+    """What infrastructure kept from going on is no failure of the policy, whatever the program made of it."""
+    stubborn = LOOP.replace('sys.exit(f"refused: {error.code} {error.read().decode()}")', "continue")
+    assert stubborn != LOOP
+    url = sessions.add("broken", Bash("echo 42 > answer"), *[Fail(502, "bad_upstream")] * 100_000)
+    reply = play(tmp_path, task, url, stubborn, agent_timeout_s=3.0)
+    assert (reply.outcome, reply.exit_status, reply.reward) == ("generation_error", "GenerationError", None), reply
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [

@@ -35,6 +35,7 @@ ADAPTERS = (
     "rl360/agents/harness.py",
     "rl360/agents/harness_entry.py",
     "rl360/engines/launchers/",
+    "rl360/harbor/real/",
     "rl360/http_api.py",
     "rl360/kube.py",
     "rl360/sandboxes/bubblewrap.py",
