@@ -519,12 +519,13 @@ class Keeper:
             return
         cut = f"{left} requests were" if left else "whatever was in flight, which it did not say, was"
         how = "nothing was in flight" if left == 0 else f"{cut} cut off after {self.options.drain_s:g} s"
-        proof = await self.ended(slot)
+        held = await self.write(slot, walk(slot, [S.DRAINING], slot.reason, holds=True))
+        if held is None:  # a person has taken it back just now
+            return
+        proof = await self.ended(held)
         evidence = f"{out}; {how}; {proof.evidence}"
-        if proof.gone:
-            await self.write(slot, walk(slot, [S.GONE], slot.reason, evidence=evidence))
-        else:
-            await self.write(slot, walk(slot, [S.SUSPECT, S.FENCED], slot.reason, evidence=evidence))
+        after = [S.GONE] if proof.gone else [S.SUSPECT, S.FENCED]
+        await self.write(held, walk(held, after, slot.reason, evidence=evidence))
 
     async def proof(self, slot: Slot) -> EndProof:
         """Whether it is gone, by its launcher or by a person's word."""

@@ -9,7 +9,7 @@ written. Another process that saw no renewal for `lasts_s` and some slack on its
 its own name in it: of the renewal and the taking one is written, so an old keeper that wakes up is told at its next
 renewal that it is none any more. No two hosts' clocks are compared. What an old keeper may still have under way then
 is harmless: an entry of the fleet's log that does not follow from the newest state is refused there, and it ends only
-what that log calls fenced, for good.
+what it holds in that log as fenced, for good, or as drained.
 """
 
 from __future__ import annotations
@@ -205,9 +205,7 @@ class Lease:
         for token in keepers(self.store):
             if token == self.token:
                 continue
-            if claim_is_over(
-                self.store, f"keeper:{token}"
-            ):  # by its process, which others can't see
+            if claim_is_over(self.store, f"keeper:{token}"):  # by its process, which others can't see
                 _end(self.store, token, self.me)
                 continue
             lease = read_lease(self.store, token)

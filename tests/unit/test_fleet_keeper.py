@@ -18,12 +18,12 @@ from fleet_fakes import OPTIONS, VOCABULARY, FleetWorld, KeptEngine, elsewhere, 
 from rl360.engines import health, members
 from rl360.engines.client import open_http
 from rl360.engines.fleet import EngineState
-from rl360.engines.fleet_log import EVENTS, FleetLog
+from rl360.engines.fleet_log import EVENTS, FleetLog, Slot
 from rl360.engines.keeper import Keeper
 from rl360.engines.keeper_lease import Lease, LeaseLost
 from rl360.engines.membership import add_external, drain, is_gone, keeper_is_gone, remove, take_back
 from rl360.engines.patience import KeepOptions
-from rl360.engines.processes import ProcessId, proof_of_end
+from rl360.engines.processes import EndProof, ProcessId, proof_of_end
 from rl360.errors import BadInput, Rl360Error, ServiceError, StoreUnavailable
 from rl360.weights import fence
 
@@ -245,6 +245,44 @@ def test_draining_waits_for_what_is_in_flight(world: FleetWorld) -> None:
     world.rounds(1)
     assert world.state() is S.JOINING
     assert "engine-0" in members.members(log.refresh(), world.services.engine_urls)
+
+
+def test_an_engine_that_a_person_takes_back_in_the_last_moment_is_not_ended(
+    world: FleetWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the keeper's look at what is in flight and the end that it would make."""
+    world.serve()
+    log, engine = FleetLog(world.store), world.engines[0]
+    drain(log, world.services, "engine-0", engine.url, "ann", "node maintenance", 0)
+
+    async def taken_back(*_: Any) -> int:
+        take_back(log, "engine-0", engine.identity, "ann", "not needed", 0)
+        return 0
+
+    monkeypatch.setattr(health, "in_flight", taken_back)
+    world.rounds(1)
+    assert world.state() is S.JOINING and engine.alive
+
+
+def test_what_is_being_ended_cannot_be_taken_back(world: FleetWorld) -> None:
+    world.serve()
+    log, engine = FleetLog(world.store), world.engines[0]
+    drain(log, world.services, "engine-0", engine.url, "ann", "node maintenance", 0)
+
+    async def use(keeper: Keeper) -> None:
+        end = keeper.ended
+
+        async def ended(slot: Slot) -> EndProof:
+            with pytest.raises(ServiceError, match=f"{keeper.me} has it"):
+                await asyncio.to_thread(take_back, log, "engine-0", engine.identity, "ann", "not needed", 0)
+            return await end(slot)
+
+        keeper.ended = ended  # type: ignore[method-assign]
+        await keeper.round()
+        await keeper.close()
+
+    world.keep(use)
+    assert world.state() is S.GONE
 
 
 def test_draining_has_a_deadline(world: FleetWorld) -> None:
