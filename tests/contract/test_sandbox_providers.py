@@ -7,6 +7,7 @@ sandboxes, late creates, malformed replies, and that nothing is left or taken fr
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from rl360.harbor.protocol import SandboxLimits
 from rl360.kube import Cluster
 from rl360.sandboxes import leases
 from rl360.sandboxes.provider import SandboxGone, SandboxNeeds, SandboxSpec, SandboxStartError, Workspace
-from rl360.sandboxes.providers import daytona, docker, kubernetes
+from rl360.sandboxes.providers import daytona, docker, kubernetes, remote
 from rl360.sandboxes.providers.daytona import Daytona
 from rl360.sandboxes.providers.docker import Docker
 from rl360.sandboxes.providers.kubernetes import Pods
@@ -468,6 +469,29 @@ def test_kubernetes_needs_its_network_policy_and_waits_for_the_end_of_a_pod(tmp_
         with_provider(fake, tmp_path, body)
     finally:
         fake.close()
+
+
+def test_pid_1_outlives_what_runs_in_it_and_keeps_no_zombies(tmp_path: Path) -> None:
+    """The command that Docker and Kubernetes are given as PID 1, in a real PID namespace."""
+    read, write = os.pipe()
+    argv = ["bwrap", "--unshare-pid", "--ro-bind", "/", "/", "--proc", "/proc", "--as-pid-1", "--info-fd", str(write)]
+    keep_alive = remote.KEEP_ALIVE.format(seconds=60)
+    with subprocess.Popen([*argv, "bash", "-c", keep_alive], pass_fds=(write,)) as outer, os.fdopen(read) as info:
+        os.close(write)
+        pid = json.loads(info.read())["child-pid"]
+
+        def inside(command: str) -> str:
+            enter = ["nsenter", "-t", str(pid), "-p", "-m", "--", "bash", "-c", command]
+            return subprocess.run(enter, capture_output=True, text=True, timeout=20, check=False).stdout
+
+        assert until(lambda: "sleep" in inside("cat /proc/1/comm"))
+        inside("for i in 1 2 3; do (setsid sleep 0.1 &); done; sleep 0.3; (setsid sleep 50 &); sleep 0.1")
+        inside(remote.KILL_ALL)
+        states = inside("for f in /proc/[0-9]*/stat; do cut -d' ' -f2,3 $f; done").splitlines()
+        assert "(sleep) S" in states and not [state for state in states if state.endswith("Z")]
+        assert len([state for state in states if "sleep" in state]) == 1
+        outer.kill()
+    assert subprocess.run(["bash", "-c", remote.KEEP_ALIVE.format(seconds=0)], timeout=20, check=False).returncode == 0
 
 
 # -- killed at any moment ---------------------------------------------------------------------------------------------

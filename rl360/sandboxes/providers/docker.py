@@ -86,7 +86,6 @@ class Docker:
             "Image": spec.image or self.image,
             "Entrypoint": ["bash", "-c"],
             "Cmd": [KEEP_ALIVE.format(seconds=int(spec.lifetime_s))],
-            "OpenStdin": True,  # an input that never ends: what PID 1 waits on
             "User": f"{AGENT_UID}:{AGENT_UID}",
             "WorkingDir": spec.workdir,
             "Hostname": "sandbox",

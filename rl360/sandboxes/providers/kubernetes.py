@@ -93,7 +93,6 @@ class Pods:
             "name": "sandbox",
             "image": spec.image or self.image,
             "command": ["bash", "-c", KEEP_ALIVE.format(seconds=math.ceil(spec.lifetime_s))],
-            "stdin": True,  # an input that never ends: what PID 1 waits on
             "workingDir": spec.workdir,
             "env": [{"name": name, "value": value.replace("$(", "$$(")} for name, value in spec.env.items()],
             "resources": {"requests": {**resources, "cpu": _cpu(spec.limits.reserved_cpus)}, "limits": resources},

@@ -53,8 +53,9 @@ LATE_S = 900.0  # how long a create without an answer is looked for
 CARRY_S = 60.0
 POLL_S = 0.2
 TIMED_OUT, KILLED = 124, 137
-# PID 1: forks nothing (a full process table does not end it), reaps what it inherits, ends with the lease
-KEEP_ALIVE = "read -t {seconds}"
+# PID 1: forks nothing, so that a full process table does not end it; the kernel reaps what it inherits, as it ignores
+# SIGCHLD (only bash passes that on), so that no zombies fill the table; ends with the lease
+KEEP_ALIVE = "trap '' CHLD; exec sleep {seconds}"
 
 
 class Lost(Rl360Error):
