@@ -75,12 +75,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wave-size", type=int, default=32, help="sandboxes that begin to start in a wave")
     parser.add_argument("--wave-interval-s", type=float, default=0.25, help="seconds from wave to wave")
     parser.add_argument("--ready-goal-s", type=float, default=1.0, help="starts that take longer slow down the next")
+    form = "cpus=N,memory_mb=N,pids=N,disk_mb=N"
     parser.add_argument(
-        "--promise",
-        type=_promise,
-        default={},
-        metavar="cpus=N,memory_mb=N,pids=N,disk_mb=N",
-        help="what attempts may reserve together (default, also of what is left out: what this host has)",
+        "--promise", type=_promise, default={}, metavar=form, help="what may be reserved (default: all)"
     )
 
 
