@@ -24,7 +24,6 @@ from rl360.step_work import Produced
 from rl360.store.manifest import Manifest, read_manifest
 from tasks.durable import RULES, Job, once
 
-CACHE_FELL = "rl360.run.cache-hit-rate"  # the event's name, for automations
 _READERS = 8
 
 
@@ -40,11 +39,7 @@ def _report(job: Job) -> Produced:
     fall = cache_fall(earlier, produced.info)
     if fall is not None:
         job.log.warning("%s", fall)
-        emit_event(
-            event=CACHE_FELL,
-            resource={"prefect.resource.id": f"rl360.run.{job.run}", "prefect.resource.name": job.run},
-            payload=fall.payload() | {"step": job.step},
-        )
+        emit_event(**fall.event(job.run, job.step))
     figures = run_figures([*earlier, produced.info], dpi=ARTIFACT_DPI)
     warnings = [] if fall is None else [str(fall)]
     markdown = step_markdown(ledger, figures, quarantined(job.store, job.run), warnings=warnings)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+CACHE_FELL = "rl360.run.cache-hit-rate"  # the event's name, for automations
 # a share below this part of the median of the run's earlier steps, of which there are so many, and this much below it
 CACHE_FELL_TO, CACHE_STEPS, CACHE_FELL_BY = 0.7, 3, 0.05
 
@@ -25,8 +26,10 @@ class CacheFall:
             f"{self.baseline:.0%}: look for replaced engines, sessions that changed engines, a cache that is too small"
         )
 
-    def payload(self) -> dict[str, Any]:
-        return asdict(self)
+    def event(self, run: str, step: int) -> dict[str, Any]:
+        """What Prefect is told of it."""
+        resource = {"prefect.resource.id": f"rl360.run.{run}", "prefect.resource.name": run}
+        return {"event": CACHE_FELL, "resource": resource, "payload": asdict(self) | {"step": step}}
 
 
 def cache_fall(earlier: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> CacheFall | None:

@@ -17,7 +17,7 @@ from rl360.engines.fleet import EngineIdentity, EngineState, Probe
 from rl360.engines.fleet_log import FleetLog
 from rl360.engines.launchers import KINDS
 from rl360.engines.membership import add_external
-from tasks.report import CACHE_FELL
+from rl360.report.alerts import CACHE_FELL
 from tests.unit.memory_store import MemoryStore
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "fleet.md").read_text()

@@ -41,7 +41,8 @@ def test_steps_of_earlier_versions_have_no_share() -> None:
 
 def test_it_says_what_to_look_at() -> None:
     fall = cache_fall(steps(*[0.8] * CACHE_STEPS), {"cache_share": 0.2})
-    assert fall is not None and fall.payload() == {"share": 0.2, "baseline": 0.8, "steps": CACHE_STEPS}
+    assert fall is not None
+    assert fall.event("demo", 3)["payload"] == {"share": 0.2, "baseline": 0.8, "steps": CACHE_STEPS, "step": 3}
     assert "held 20% of the prompts, the median of the 3 steps before is 80%" in str(fall)
 
 
