@@ -40,14 +40,14 @@ async def main(port: int, path: str, keep: int, words: list[str]) -> int:
         print(f"{words[0]}: {error}")
         return 127
     assert program.stdout is not None
-    said = b""
+    said = bytearray()
 
-    async def listen() -> None:
-        nonlocal said
-        while data := await program.stdout.read(65_536):
-            said = (said + data)[-keep:]
+    async def listen(output: asyncio.StreamReader) -> None:
+        while data := await output.read(65_536):
+            said.extend(data)
+            del said[: max(0, len(said) - keep)]
 
-    listening = asyncio.ensure_future(listen())
+    listening = asyncio.ensure_future(listen(program.stdout))
     code = await program.wait()
     # what it left running may hold its output open, and nobody waits for that
     await asyncio.wait({listening}, timeout=0.2)

@@ -18,7 +18,7 @@ import contextlib
 import random
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class _Lost(Exception):
 
 Run = Callable[[RunRequest], Awaitable[RunReply]]
 Generate = Callable[[RunRequest, AttemptSpec, Run], Awaitable[RunReply]]
-Play = Callable[[AttemptSpec], Awaitable[None]]
+Play = Callable[[AttemptSpec], Coroutine[Any, Any, None]]
 
 
 async def run_as_asked(request: RunRequest, spec: AttemptSpec, run: Run) -> RunReply:

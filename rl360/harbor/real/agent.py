@@ -51,7 +51,11 @@ class Worker:
         argv = [str(self.folder / "bin" / "python"), "-m", "rl360.harbor.real.worker"]
         with theirs:
             self._process = subprocess.Popen(
-                argv, stdin=theirs, stdout=subprocess.DEVNULL, cwd=ROOT, env={**env, **QUIET, "PYTHONPATH": str(ROOT)}
+                argv,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                cwd=ROOT,
+                env={**env, **QUIET, "PYTHONPATH": str(ROOT)},
             )
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
