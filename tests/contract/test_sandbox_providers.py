@@ -485,7 +485,10 @@ def test_pid_1_outlives_what_runs_in_it_and_keeps_no_zombies(tmp_path: Path) -> 
             return subprocess.run(enter, capture_output=True, text=True, timeout=20, check=False).stdout
 
         assert until(lambda: "sleep" in inside("cat /proc/1/comm"))
-        inside("exec >/dev/null 2>&1; for i in 1 2 3; do (setsid sleep 0.1 &); done; sleep 0.3; (setsid sleep 50 &)")
+        quiet = ">/dev/null 2>&1"
+        inside(
+            f"for i in 1 2 3; do (setsid sleep 0.1 {quiet} &); done; sleep 0.3; (setsid sleep 50 {quiet} &); sleep 0.1"
+        )
         inside(remote.KILL_ALL)
         states = inside("for f in /proc/[0-9]*/stat; do cut -d' ' -f2,3 $f; done").splitlines()
         assert "(sleep) S" in states and not [state for state in states if state.endswith("Z")]
