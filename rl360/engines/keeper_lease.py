@@ -156,6 +156,8 @@ class Lease:
         fence.mark_running(self.owner, False)
         self._until = 0.0
         self.store.put_once(f"{_folder(self.token)}end.json", b"{}")
+        for key in self.store.list(f"{_folder(self.token)}beats/"):
+            self.store.delete(key)
 
     def renew(self, notes: Mapping[str, str]) -> None:
         """One more renewal; `LeaseLost` when another keeper has taken its number."""

@@ -42,6 +42,7 @@ def test_a_lease_is_held_while_it_is_renewed_and_only_the_last_renewals_are_kept
     assert lease.held
     lease.end()
     assert not lease.held and other_keepers(store, "") == []
+    assert store.list(f"{KEEPERS}{lease.token}/beats/") == []
 
 
 def test_one_that_ended_elsewhere_without_a_word_is_taken_over_when_its_lease_has_run_out() -> None:

@@ -72,8 +72,8 @@ def keep(world: FleetWorld, queue: Queue, rounds: int, start_s: float, pause_s: 
             await keeper.round()
             await asyncio.sleep(pause_s)
         keeper.lease.renew(keeper.notes)
-        await keeper.close()
         world.said.append(str((last_beat(world.store, keeper.lease.token)[1] or keeper).notes))
+        await keeper.close()
 
     world.keep(use, dataclasses.replace(OPTIONS, start_s=start_s))
     return FleetLog(world.store).refresh().slots[NAME]
