@@ -94,6 +94,7 @@ class _Lost(Exception):
 
 Run = Callable[[RunRequest], Awaitable[RunReply]]
 Generate = Callable[[RunRequest, AttemptSpec, Run], Awaitable[RunReply]]
+Specs = Sequence[AttemptSpec]
 Play = Callable[[AttemptSpec], Coroutine[Any, Any, None]]
 
 
@@ -102,7 +103,7 @@ async def run_as_asked(request: RunRequest, spec: AttemptSpec, run: Run) -> RunR
     return await run(request)
 
 
-async def all_at_once(specs: Sequence[AttemptSpec], play: Play) -> None:
+async def all_at_once(specs: Specs, play: Play) -> None:
     """The rollout function where a run names none: every attempt of the wave is begun now."""
     async with asyncio.TaskGroup() as group:
         for spec in specs:
@@ -118,13 +119,7 @@ class RolloutClient:
     """Talks to the session and sandbox servers of one deployment, for one wave at one weight version."""
 
     def __init__(
-        self,
-        services: Services,
-        config: RunConfig,
-        step: int,
-        wave: int,
-        weight_version: str,
-        specs: Sequence[AttemptSpec] = (),
+        self, services: Services, config: RunConfig, step: int, wave: int, weight_version: str, specs: Specs = ()
     ) -> None:
         """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to."""
         self.services = services
