@@ -61,7 +61,7 @@ def parity(
 ) -> None:
     """Compare log-probs of Megatron-core and transformers in fp32 (exit 1 above 1e-4), and measure an engine's gap.
 
-    Example: rl360 model parity .rl360/models/warm-0-1234 --engine http://127.0.0.1:13000
+    Example: rl360 model parity .rl360/models/warm-0-1234 --engine http://127.0.0.1:13050
     """
     from dataclasses import asdict
 

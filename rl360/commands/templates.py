@@ -39,7 +39,7 @@ def list_families(
         typer.echo(f"{family.name:<12}{family.about}\n{'':<12}recognised by {kinds}; stops {' '.join(family.stops)}")
 
 
-@app.command("check", epilog="Example: rl360 templates check --model models/Qwen3-4B --engine http://127.0.0.1:13000")
+@app.command("check", epilog="Example: rl360 templates check --model models/Qwen3-4B --engine http://127.0.0.1:13050")
 def check(
     model: Annotated[Path, typer.Option(help="Model directory: tokenizer.json, config.json, its chat template.")],
     engine: Annotated[str | None, typer.Option(help="URL of an engine that serves it, to check against.")] = None,

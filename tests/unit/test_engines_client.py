@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 from fake_engines import TOKEN, FakeEngine, FakeGateway
 
-from rl360.engines.client import EngineClient, EngineRefused, EngineSilent, check_tensors, open_http
+from rl360.config.services import Services
+from rl360.engines.client import (
+    EngineClient,
+    EngineRefused,
+    EngineSilent,
+    check_tensors,
+    deployment_token,
+    headers_for,
+    open_http,
+)
 from rl360.engines.fleet import EngineState, advance, incarnation_of, probe_engine
 from rl360.engines.gateway import GatewayClient
 from rl360.engines.processes import ProcessId, alive, end_tree, identify, proof_of_end, tree_of_pid, tree_of_url
@@ -200,3 +211,49 @@ def test_tree_of_url_finds_the_listener(gateway: FakeGateway) -> None:
     tree = tree_of_url(gateway.url)
     assert tree is not None and tree.root.pid == os.getpid()
     assert tree_of_url("http://192.0.2.1:80") is None
+
+
+def _home(folder: Path, *engines: str) -> Path:
+    services = dict.fromkeys(Services.model_fields, "-") | {"home": str(folder), "engine_urls": list(engines)}
+    (folder / "services.json").write_text(json.dumps(services | {"session_urls": ["-"], "sandbox_urls": ["-"]}))
+    return folder
+
+
+def _secret(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o600)
+
+
+def test_the_token_is_that_of_the_named_file_else_of_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RL360_TOKEN_FILE", raising=False)
+    monkeypatch.setenv("RL360_HOME", str(_home(tmp_path, "http://e:1")))
+    assert deployment_token() is None
+    secrets = {"token": "of-the-secrets" + "s" * 9, "s3_access_key": "a", "s3_secret_key": "b"}
+    _secret(tmp_path / "secrets.json", json.dumps(secrets))
+    assert deployment_token() == secrets["token"]  # all that a cluster's operator writes
+    _secret(tmp_path / "token", "t" * 20)
+    assert deployment_token() == "t" * 20
+    _secret(tmp_path / "named", "n" * 20)
+    monkeypatch.setenv("RL360_TOKEN_FILE", str(tmp_path / "named"))
+    assert deployment_token() == "n" * 20
+    (tmp_path / "named").chmod(0o644)
+    with pytest.raises(Rl360Error, match="readable by others"):
+        deployment_token()
+
+
+def test_an_address_that_a_person_typed_is_shown_the_token_only_when_it_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RL360_HOME", str(tmp_path))
+    assert headers_for("http://e:1") == {}  # no services known
+    _home(tmp_path, "http://e:1", "http://e:2/")
+    _secret(tmp_path / "token", "t" * 20)
+    monkeypatch.setenv("RL360_TOKEN_FILE", str(tmp_path / "token"))
+    ours = {"authorization": f"Bearer {'t' * 20}"}
+    assert headers_for("http://e:1/") == headers_for("http://e:2") == ours
+    assert headers_for("http://e:3") == headers_for("http://e") == {}
+
+
+def test_a_client_of_somebody_elses_engine_has_no_token() -> None:
+    client = EngineClient("http://e:1", open_http(), 1.0, 3, TOKEN, external=True)
+    assert client.token is None and TOKEN not in str(vars(client))

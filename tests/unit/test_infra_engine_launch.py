@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rl360.engines.launch import parse_options, sglang_argv
+from rl360.engines.launch import doorkeeper, parse_options, sglang_argv
 from rl360.engines.launchers.options import EngineOptions
+from rl360.errors import BadInput
 
 
 @pytest.fixture
@@ -75,3 +76,24 @@ def test_a_real_package_wins_over_its_stand_in() -> None:
 
     assert StandInFinder(["sgl_kernel"]).find_spec("json") is None
     assert StandInFinder(["sgl_kernel"]).find_spec("sgl_kernel.x") is not None
+
+
+def test_an_engine_for_other_hosts_needs_a_token(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RL360_TOKEN_FILE", raising=False)
+    monkeypatch.setenv("RL360_HOME", str(tmp_path))
+    far = EngineOptions(model_dir=model, port=1, host="0.0.0.0", strict=True, hold_requests=7, hold_s=0.5)
+    with pytest.raises(BadInput, match=r"--host 0\.0\.0\.0 without a token: .*RL360_TOKEN_FILE"):
+        doorkeeper(far)
+    assert doorkeeper(EngineOptions(model_dir=model, port=1)).bearer is None
+    (tmp_path / "token").write_text("t" * 20)
+    (tmp_path / "token").chmod(0o600)
+    keeper = doorkeeper(far)
+    assert keeper.bearer == b"Bearer " + b"t" * 20
+    assert (keeper.strict, keeper.hold_requests, keeper.hold_s) == (True, 7, 0.5)
+
+
+@pytest.mark.parametrize("flags", [["--hold-requests", "-1"], ["--hold-s", "-0.1"], ["--hold-s", "nan"]])
+def test_limits_of_what_waits_are_checked(model: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--model", model, "--port", "1", *flags])
+    assert "neither may be negative" in capsys.readouterr().err
