@@ -72,7 +72,7 @@ def test_a_wave_starts_no_more_than_its_size(tmp_path: Path) -> None:
             bodies = [request_for(task, f"w{n}", sessions.add(f"w{n}", Say("done"))) for n in range(5)]
             replies = list(pool.map(server.run, bodies))
         waits = sorted(reply.phases.queue for reply in replies)
-        assert waits[1] < 0.05 < waits[2] and waits[4] - waits[3] > 0.9, waits  # asked for at nearly the same time
+        assert waits[1] < 0.05 < waits[2] and waits[4] - waits[3] > 0.5, waits  # asked for at nearly the same time
         assert {reply.outcome for reply in replies} == {"failed"}
     finally:
         server.stop()
