@@ -26,6 +26,7 @@ from rl360.store.object_store import ObjectStore
 
 ENOUGH = 32  # attempts that ended before their losses are judged
 TOP = 3
+Quarantine = dict[str, object]  # task, step, starts, detail of the last one, at (unix seconds)
 
 
 class LossShare:
@@ -61,7 +62,7 @@ class LossShare:
 
 
 class Budgets:
-    """The budgets of one wave. Of one event loop; `quarantine` writes to the store and is called in a thread."""
+    """The budgets of one wave. Of one event loop, but for `publish`."""
 
     def __init__(
         self, store: ObjectStore, config: RunConfig, step: int, share: LossShare, earlier: Iterable[AttemptRecord] = ()
@@ -70,8 +71,8 @@ class Budgets:
         self._quarantined = quarantined(store, config.run)
         self._retries = Counter(record.group_id for record in earlier if record.try_index)
         self._started: Counter[str] = Counter()  # sandboxes by task
-        self._failed: dict[str, list[AttemptRecord]] = {}  # starts in a row, by task
-        self._others: dict[str, int] = {}  # sandboxes started before the first of these
+        # by task: starts that failed in a row, and the sandboxes of other tasks that had started before the first
+        self._failed: dict[str, tuple[list[AttemptRecord], int]] = {}
 
     def refusal(self, task_id: str) -> str | None:
         """Why an attempt of this task is not tried; None when it is."""
@@ -91,33 +92,31 @@ class Budgets:
         self._retries[group_id] += 1
         return True
 
-    def note(self, record: AttemptRecord) -> list[str]:
-        """A try ended. The tasks that are to be quarantined for it, to be told to `quarantine`."""
-        task = record.task_id
-        if record.outcome is Outcome.SANDBOX_START and task not in self._quarantined:
-            if boundary_of(record.outcome, record.exit_status) is Boundary.PROVIDER and not record.phases_s.get(
-                "agent"
-            ):
-                self._others.setdefault(task, self._started.total() - self._started[task])
-                self._failed.setdefault(task, []).append(record)
-        elif record.phases_s.get("agent"):
+    def note(self, record: AttemptRecord) -> list[Quarantine]:
+        """A try ended. Tasks that are not tried any more from now on, to be told to `publish`."""
+        task, began = record.task_id, bool(record.phases_s.get("agent"))
+        if began:
             self._started[task] += 1
             self._failed.pop(task, None)
-            self._others.pop(task, None)
-        limit = self._config.rollout.quarantine_after
-        return [
-            task
-            for task, failed in self._failed.items()
-            if len(failed) >= limit and self._started.total() - self._started[task] - self._others[task] >= limit
-        ]
+        unstarted = record.outcome is Outcome.SANDBOX_START and not began and task not in self._quarantined
+        if unstarted and boundary_of(record.outcome, record.exit_status) is Boundary.PROVIDER:
+            self._failed.setdefault(task, ([], self._others(task)))[0].append(record)
+        limit, found = self._config.rollout.quarantine_after, self._failed.items()
+        bad = [name for name, (failed, before) in found if min(len(failed), self._others(name) - before) >= limit]
+        made = []
+        for name in bad:
+            failed, _ = self._failed.pop(name)
+            said = {"task": name, "step": self._step, "starts": len(failed), "detail": failed[-1].detail}
+            self._quarantined[name] = said | {"at": time.time()}
+            made.append(self._quarantined[name])
+        return made
 
-    def quarantine(self, task_id: str) -> None:
-        """Take a task out of the run."""
-        failed = self._failed.pop(task_id, [])
-        said = {"task": task_id, "step": self._step, "starts": len(failed), "at": time.time()}
-        said["detail"] = failed[-1].detail if failed else ""
-        self._store.put_once(quarantine_key(self._config.run, task_id), orjson.dumps(said))
-        self._quarantined[task_id] = said
+    def _others(self, task: str) -> int:
+        return self._started.total() - self._started[task]
+
+    def publish(self, made: Quarantine) -> None:
+        """Write a quarantine to the run. Blocking."""
+        self._store.put_once(quarantine_key(self._config.run, str(made["task"])), orjson.dumps(made))
 
     def ended(self, record: AttemptRecord) -> None:
         """An attempt ended for good in this flow run. Raises `InfraLosses`."""
@@ -127,8 +126,8 @@ class Budgets:
         self._share.ended(record, lost=record.outcome not in HAS_VERDICT and not scored)
 
 
-def quarantined(store: ObjectStore, run: str) -> dict[str, dict[str, object]]:
-    """The run's quarantined tasks: `task`, `step`, `starts`, `at` (unix seconds), `detail`, by task id."""
+def quarantined(store: ObjectStore, run: str) -> dict[str, Quarantine]:
+    """The run's quarantines by task id."""
     found = {}
     for key in store.list(quarantine_prefix(run)):
         try:

@@ -478,8 +478,8 @@ async def roll_out_slot(
         record = await client.finish(played)
         tries.append(record)
         await keep(record)
-        for task_id in budgets.note(record):
-            await asyncio.to_thread(budgets.quarantine, task_id)
+        for quarantine in budgets.note(record):
+            await asyncio.to_thread(budgets.publish, quarantine)
         if record.session_id:
             await client.close_session(record.attempt_id, record.session_id)
 

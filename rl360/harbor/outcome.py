@@ -85,32 +85,22 @@ MEANINGS: dict[str, Meaning] = {
 }
 VERIFIED_AFTER = frozenset(status for status, meaning in MEANINGS.items() if meaning.verified)
 
-BOUNDARIES: dict[Outcome, Boundary] = {
-    Outcome.NO_ENGINE: Boundary.MODEL,
-    Outcome.SANDBOX_START: Boundary.PROVIDER,
-    Outcome.SANDBOX_LOST: Boundary.PROVIDER,
-    Outcome.AGENT_TIMEOUT: Boundary.HARNESS,
-    Outcome.VERIFIER_TIMEOUT: Boundary.VERIFIER,
-    Outcome.VERIFIER_ERROR: Boundary.VERIFIER,
-    Outcome.NO_VERDICT: Boundary.VERIFIER,
-    Outcome.JUDGE_ERROR: Boundary.VERIFIER,
-    Outcome.SESSION_LOST: Boundary.MODEL,
-    Outcome.GENERATION_ERROR: Boundary.MODEL,
-    Outcome.ABORTED: Boundary.OURS,
-    Outcome.UNCLASSIFIED: Boundary.OURS,
+# where to look first when an attempt ended so, and whether another try may end otherwise
+LOSSES: dict[Outcome, tuple[Boundary, bool]] = {
+    Outcome.NO_ENGINE: (Boundary.MODEL, True),
+    Outcome.SANDBOX_START: (Boundary.PROVIDER, True),
+    Outcome.SANDBOX_LOST: (Boundary.PROVIDER, True),
+    Outcome.AGENT_TIMEOUT: (Boundary.HARNESS, False),
+    Outcome.VERIFIER_TIMEOUT: (Boundary.VERIFIER, False),
+    Outcome.VERIFIER_ERROR: (Boundary.VERIFIER, False),
+    Outcome.NO_VERDICT: (Boundary.VERIFIER, False),
+    Outcome.JUDGE_ERROR: (Boundary.VERIFIER, True),
+    Outcome.SESSION_LOST: (Boundary.MODEL, True),
+    Outcome.GENERATION_ERROR: (Boundary.MODEL, True),
+    Outcome.ABORTED: (Boundary.OURS, True),
+    Outcome.UNCLASSIFIED: (Boundary.OURS, False),
 }
-
-RETRYABLE = frozenset(
-    {
-        Outcome.SANDBOX_START,
-        Outcome.SANDBOX_LOST,
-        Outcome.SESSION_LOST,
-        Outcome.GENERATION_ERROR,
-        Outcome.NO_ENGINE,
-        Outcome.ABORTED,
-        Outcome.JUDGE_ERROR,
-    }
-)
+RETRYABLE = frozenset(outcome for outcome, (_, again) in LOSSES.items() if again)
 
 
 def is_known(exit_status: str) -> bool:
@@ -139,4 +129,4 @@ def boundary_of(outcome: Outcome, exit_status: str = "") -> Boundary | None:
     if outcome in HAS_VERDICT:
         return None
     meaning = MEANINGS.get(exit_status)
-    return meaning.boundary if meaning is not None and meaning.outcome is outcome else BOUNDARIES[outcome]
+    return meaning.boundary if meaning is not None and meaning.outcome is outcome else LOSSES[outcome][0]

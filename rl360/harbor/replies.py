@@ -73,13 +73,8 @@ class Replies:
     async def claim(self, request: RunRequest) -> RunReply | None:
         """The attempt's reply; None when this process is the one to run it. Raises `OtherRequest`."""
         key = reply_key(request.run, request.attempt_id)
-        mine = {
-            "schema_version": SCHEMA,
-            "server": self._server,
-            "life": self._life,
-            "until": time.time() + request.deadline_s + CLOCKS_S,
-            "request": identity(request),
-        }
+        mine = {"schema_version": SCHEMA, "server": self._server, "life": self._life, "request": identity(request)}
+        mine["until"] = time.time() + request.deadline_s + CLOCKS_S
         if await self._call(self.store.put_once, f"{key}.claim", orjson.dumps(mine)):
             return None
         held = _decoded(await self._call(self.store.get_required, f"{key}.claim"), f"{key}.claim", mine)

@@ -17,8 +17,10 @@ X32 = 0x40000000  # numbers of x86_64's other interface begin here; no processor
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 ALLOW, FAIL = 0x7FFF0000, 0x00050000
-NAMES = ("add_key", "request_key", "keyctl", "bpf", "perf_event_open", "userfaultfd", "open_by_handle_at")
-NAMES += ("kexec_load", "kexec_file_load", "io_uring_setup", "io_uring_enter", "io_uring_register")
+NAMES = (
+    *("add_key", "request_key", "keyctl", "bpf", "perf_event_open", "userfaultfd", "open_by_handle_at"),
+    *("kexec_load", "kexec_file_load", "io_uring_setup", "io_uring_enter", "io_uring_register"),
+)
 # machine -> audit architecture, the numbers of NAMES, and of unshare, clone, clone3
 MACHINES = {
     "x86_64": (0xC000003E, (248, 249, 250, 321, 298, 323, 304, 246, 320, 425, 426, 427), (272, 56, 435)),

@@ -46,6 +46,15 @@ def budgets_of(store: MemoryStore, earlier: list[AttemptRecord] | None = None, *
     return Budgets(cast(Any, store), config, 3, share, earlier or [])
 
 
+def quarantined_here(store: MemoryStore, task: str) -> Budgets:
+    """After two starts of the task failed and two of another did not."""
+    budgets = budgets_of(store, quarantine_after=2)
+    ended = [*[unstarted(task)] * 2, *[record("good", Outcome.PASSED)] * 2]
+    for made in [made for each in ended for made in budgets.note(each)]:
+        budgets.publish(made)
+    return budgets
+
+
 # -- the share of a step ----------------------------------------------------------------------------------------------
 
 
@@ -110,8 +119,10 @@ def test_a_task_that_never_starts_while_others_do_is_quarantined() -> None:
     budgets = budgets_of(store, quarantine_after=3)
     assert [budgets.note(unstarted("bad")) for _ in range(3)] == [[]] * 3, "nothing shows that it is the task"
     assert [budgets.note(record("good", Outcome.FAILED)) for _ in range(2)] == [[]] * 2
-    assert budgets.note(record("good", Outcome.SANDBOX_LOST)) == ["bad"], "it had started"
-    budgets.quarantine("bad")
+    (made,) = budgets.note(record("good", Outcome.SANDBOX_LOST))  # it had started
+    assert made["task"] == "bad" and budgets.refusal("bad"), "from now on"
+    assert budgets.note(record("good", Outcome.FAILED)) == budgets.note(unstarted("bad")) == [], "once"
+    budgets.publish(made)
     assert budgets.refusal("good") is None
     assert budgets.refusal("bad") == "task bad is in quarantine since step 3: `rl360 tasks release demo bad`"
     assert not budgets.another(Outcome.SANDBOX_START, 0, "g", "bad")
@@ -151,9 +162,7 @@ def test_a_start_in_between_takes_a_task_off_the_list() -> None:
 
 
 def test_attempts_of_a_quarantined_task_end_without_a_try() -> None:
-    store = MemoryStore()
-    budgets = budgets_of(store)
-    budgets.quarantine("bad")
+    budgets = quarantined_here(MemoryStore(), "bad")
     kept: list[AttemptRecord] = []
 
     class Nobody:
@@ -178,10 +187,7 @@ def test_attempts_of_a_quarantined_task_end_without_a_try() -> None:
 
 def test_a_person_sees_it_and_releases_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store = MemoryStore()
-    budgets = budgets_of(store, quarantine_after=2)
-    for _ in range(2):
-        budgets.note(unstarted("chores/bad"))
-    budgets.quarantine("chores/bad")
+    quarantined_here(store, "chores/bad")
     shown = step_markdown(made_up_run(1)[0], {}, quarantined(cast(Any, store), "demo"))
     assert "## Tasks in quarantine" in shown and "| chores/bad | 3 | 2 | no such image |" in shown
     assert "rl360 tasks release" in shown and "quarantine" not in step_markdown(made_up_run(1)[0], {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rl360.harbor.outcome import (
-    BOUNDARIES,
+    LOSSES,
     MEANINGS,
     RETRYABLE,
     VERIFIED_AFTER,
@@ -78,7 +78,7 @@ def test_statuses_seen_in_the_wild_are_in_the_table(status: str) -> None:
 
 def test_the_table_covers_every_status_and_every_outcome() -> None:
     assert set(ExitStatus) <= MEANINGS.keys()
-    assert BOUNDARIES.keys() == INFRA, "each has a side to look at, and what has a verdict has none"
+    assert LOSSES.keys() == INFRA, "each has a side to look at, and what has a verdict has none"
     assert {boundary_of(outcome) for outcome in INFRA} == set(Boundary)
     assert [boundary_of(outcome, "Submitted") for outcome in sorted(HAS_VERDICT)] == [None] * 3
     assert all(meaning.outcome in INFRA for meaning in MEANINGS.values()), "no status alone is a verdict"
