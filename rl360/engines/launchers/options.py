@@ -7,8 +7,9 @@ from dataclasses import dataclass
 # 32 concurrent requests of 512 tokens fill 16,384; twice that leaves room for the prefixes kept between turns.
 MAX_TOTAL_TOKENS = 32_768
 MAX_RUNNING_REQUESTS = 48
-# At the door while a push has the engine. A session has one request: 8,192 on four engines.
-HOLD_REQUESTS, HOLD_S = 2048, 600.0
+# At the door while a push has the engine. A session has one request: 8,192 on four engines. A push pauses no longer
+# than push.deadline_s, by default this.
+HOLD_REQUESTS, HOLD_S = 2048, 1200.0
 
 
 @dataclass(frozen=True)
