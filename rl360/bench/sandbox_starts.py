@@ -33,7 +33,7 @@ STARTS = ("starts_per_s", "ready_p95_ms")
 CPU = "cpu_per_sandbox"
 NEIGHBOUR = "neighbour_slowdown"
 ROWS = (*STARTS, CPU, NEIGHBOUR)
-PACE = Pace(size=8, interval_s=0.05, max_concurrent=1024, per_group=1024, ready_goal_s=0.3)
+PACE = Pace(size=8, interval_s=0.05, max_concurrent=1024, per_group=1024, ready_goal_s=0.15)
 START_S = 120.0
 HEAVY = "for i in 1 2 3 4 5 6 7 8; do (while :; do :; done) & done; wait"
 WORK = "i=0; while [ $i -lt {turns} ]; do i=$((i+1)); done"
