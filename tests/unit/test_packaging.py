@@ -24,7 +24,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # installed apart, because their metadata pins a CUDA stack (see docs/dependencies.md), or stood in for
 APART = {"sglang", "sgl-kernel", "torchvision"}
 # imported on first use, each by one module that says which extra it needs
-OPTIONAL = {"mooncake": ("mooncake-transfer-engine", "rdma", "rl360/weights/transports/rdma.py")}
+OPTIONAL = {
+    "duckdb": ("duckdb", "parquet", "rl360/tasksets/made/rows.py"),
+    "mooncake": ("mooncake-transfer-engine", "rdma", "rl360/weights/transports/rdma.py"),
+}
+ELSEWHERE = {"harbor": ("harbor.txt", "rl360/harbor/real/")}  # run by another Python, in an environment of its own
 
 
 def lock(name: str) -> dict[str, str]:
@@ -93,6 +97,10 @@ def test_every_import_of_the_product_is_declared() -> None:
     missing = {}
     for name, users in imported().items():
         if name in sys.stdlib_module_names or name in PRODUCT:
+            continue
+        if name in ELSEWHERE:
+            pins, folder = ELSEWHERE[name]
+            assert name in lock(pins) and all(user.startswith(folder) for user in users)
             continue
         if name in OPTIONAL:
             package, extra, module = OPTIONAL[name]
