@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rl360.agents.budgets import ENOUGH, Budgets, LossShare, quarantined
+from rl360.agents.records import RecordLog
 from rl360.agents.rollout import AttemptSpec, Played, roll_out_slot
 from rl360.commands import tasks as tasks_command
 from rl360.config.run import RunConfig
@@ -19,6 +21,8 @@ from rl360.harbor.outcome import ExitStatus
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA, Outcome
 from rl360.report.markdown import step_markdown
 from rl360.sessions.sample import AttemptRecord
+from tasks import roll_out as roll_out_task
+from tasks.durable import Job
 from tests.unit.ledger_data import made_up_run
 from tests.unit.memory_store import MemoryStore
 from tests.unit.verdict_data import verdict
@@ -219,3 +223,49 @@ def test_a_damaged_quarantine_is_named(data: bytes) -> None:
     store.objects["demo/quarantine/t.json"] = data
     with pytest.raises(CorruptObject, match=r"quarantine/t\.json"):
         budgets_of(store)
+
+
+# -- a wave -----------------------------------------------------------------------------------------------------------
+
+
+class Doomed:
+    """A rollout client whose attempts are lost, but for those of a task."""
+
+    good = "none"
+
+    def __init__(self, _services: Any, config: RunConfig, *_: Any) -> None:
+        self.config = config
+
+    async def __aenter__(self) -> Doomed:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+    async def play(self, spec: AttemptSpec, try_index: int) -> Played:
+        await asyncio.sleep(0)
+        outcome = Outcome.NO_VERDICT if spec.task_id == self.good else Outcome.SANDBOX_LOST
+        return Played(spec, try_index, 0.0, 1.0, "", None, outcome, "sandbox gone")
+
+    async def finish(self, played: Played) -> AttemptRecord:
+        made = record(played.spec.task_id, played.outcome, detail=played.detail)
+        return replace(made, attempt_id=played.attempt_id, group_id=played.spec.group_id, try_index=played.try_index)
+
+
+def test_waves_of_a_step_that_lose_their_attempts_stop_it_and_a_resume_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was lost for good stays recorded and is not counted again; the rest is tried."""
+    monkeypatch.setattr(roll_out_task, "RolloutClient", Doomed)
+    store = MemoryStore()
+    config = RunConfig.parse({"run": "demo", "rollout": {"infra_retries": 0, "max_concurrent": 4}})
+    job = Job(config, 0, "roll_out-0000", cast(Any, None), cast(Any, store), logging.getLogger("test"))
+    waves = [[AttemptSpec(f"w{w}-a{n:02}", f"w{w}", "t", "/t", "d") for n in range(20)] for w in range(2)]
+    logs = [RecordLog(job.store, "demo", 0, wave, every_s=0.0) for wave in range(2)]
+    roll_out_task._share.cache_clear()
+    asyncio.run(roll_out_task._run_wave(job, 0, waves[0], "demo:0", logs[0]))  # 20 ended: too few to judge
+    with pytest.raises(InfraLosses, match=r"sandbox_lost .*provider: sandbox gone"):
+        asyncio.run(roll_out_task._run_wave(job, 1, waves[1], "demo:0", logs[1]))
+    kept = len(logs[1].stored)
+    assert ENOUGH - 20 <= kept < 20
+    roll_out_task._share.cache_clear()  # another flow run
+    asyncio.run(roll_out_task._run_wave(job, 1, waves[1], "demo:0", RecordLog(job.store, "demo", 0, 1, every_s=0.0)))
+    assert len(RecordLog(job.store, "demo", 0, 1).stored) == 20
