@@ -6,12 +6,13 @@ import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl360 import step_work
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
@@ -19,6 +20,8 @@ from rl360.store.codec import pack, unpack
 from rl360.tasksets.mix import domains_at, learned, undecided
 from rl360.tasksets.plan import StepPlan, plan_step
 from rl360.tasksets.taskset import TaskEntry, TaskSet, draw
+from tests.unit import ledger_run
+from tests.unit.memory_store import MemoryStore
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 100), min_size=1, max_size=8)
 
@@ -148,3 +151,21 @@ def test_a_plan_carries_what_was_known_and_the_next_learns_from_it() -> None:
     assert plan_step(taskset, config, 2, (second, records)).history == {task: [1.5, 3.0]}
     with pytest.raises(CorruptObject):
         StepPlan.from_wire(second.to_wire() | {"history": 7}, "k")
+
+
+def test_a_resumed_run_draws_by_difficulty_what_it_would_have_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what is stored of the step before, and nothing else: no counter lives in a process."""
+    run = ledger_run.CONFIG.model_dump(mode="json")
+    config = RunConfig.parse(run | {"taskset": run["taskset"] | {"difficulty": "history"}})
+    monkeypatch.setattr(ledger_run, "CONFIG", config)
+    store = MemoryStore()
+    ledger_run.add_step(store, 0, until="collect")
+    elsewhere = MemoryStore()
+    elsewhere.objects.update(store.objects)
+    first, second = (step_work.sample_groups(cast(Any, each), config, 1) for each in (store, elsewhere))
+    assert first.objects[0].sha256 == second.objects[0].sha256
+    ledger_run.commit(store, 1, "sample_groups", first)
+    plan = step_work.load_plan(cast(Any, store), "demo", 1)
+    drawn = step_work.load_plan(cast(Any, store), "demo", 0).groups
+    assert plan.history.keys() == set(drawn.values())
+    assert sum(count for _, count in plan.history.values()) == 15  # of 16 attempts one stayed lost
