@@ -16,12 +16,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared by the parts of the suite
 from scripted_session import Fail, Say, ScriptedSessions
 
+from infra.local.plan import UpOptions, _sandbox
 from rl360.agents.base import AgentContext, AgentFailure, AgentMetrics
 from rl360.agents.registry import agents_of
 from rl360.agents.rollout import AttemptSpec, all_at_once, run_as_asked
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput
 from rl360.harbor.protocol import RunRequest
+from rl360.harbor.server import parse_args
 from rl360.plugins import load_function
 from rl360.sandboxes.provider import ExecResult
 
@@ -165,3 +167,15 @@ def test_a_config_that_names_no_function_is_refused(rollout: dict[str, str]) -> 
     ((name, value),) = rollout.items()
     with pytest.raises(BadInput, match=rf"rollout.{name}: .*{re.escape(value)}"):
         RunConfig.parse({"rollout": rollout})
+
+
+def test_what_up_is_given_reaches_the_sandbox_server(tmp_path: Path) -> None:
+    given = {
+        "agents": ("one=one_script:run",),
+        "harnesses": ("two=/h/two.toml", "three=/h/3.toml"),
+        "harbor": "/harbor",
+    }
+    argv = _sandbox(UpOptions(home=str(tmp_path), **given)).argv
+    args = parse_args(list(argv[argv.index("rl360.harbor.server") + 1 :]))
+    assert (args.agent, args.harness) == (list(given["agents"]), list(given["harnesses"]))
+    assert args.harbor == Path("/harbor")
