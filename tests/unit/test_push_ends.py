@@ -101,8 +101,8 @@ def test_a_pod_that_dies_in_a_push_is_proven_gone_by_its_launcher(world: World, 
     bad, good = world.engines
     world.local = False
     added(world, bad, "kubernetes")
-    bad.faults["/pause_generation"] = "hang"
-    record = world.push(0, SHORT)
+    bad.faults["/pause_generation"] = "500"
+    record = world.push(0)
     lost = next(engine for engine in record.engines if engine.identity.url == bad.url)
     assert lost.state is S.GONE and "pod p-1 (uid u-1) is no more" in lost.reason
     assert [(handle.mark, handle.ref) for handle in pods.asked] == [("kubernetes-0-1", {"pod": "p-1", "uid": "u-1"})]
@@ -120,10 +120,10 @@ def test_without_its_launchers_proof_a_person_is_asked(
 ) -> None:
     world.local = False
     added(world, world.engines[0], "kubernetes")
-    world.engines[0].faults["/pause_generation"] = "hang"
+    world.engines[0].faults["/pause_generation"] = "500"
     pods.answer = answer
     with pytest.raises(CleanupUnconfirmed, match=r"being deleted|launcher kubernetes: API server"):
-        world.push(0, SHORT)
+        world.push(0)
 
 
 def test_a_launcher_that_blocks_neither_stops_the_push_nor_is_waited_for(
@@ -133,7 +133,7 @@ def test_a_launcher_that_blocks_neither_stops_the_push_nor_is_waited_for(
     monkeypatch.setattr(ends, "SLACK_S", 0.1)
     world.local = False
     added(world, world.engines[0], "kubernetes")
-    world.engines[0].faults["/pause_generation"] = "hang"
+    world.engines[0].faults["/pause_generation"] = "500"
     pods.hold.clear()
     threading.Timer(1.0, pods.hold.set).start()
     began = time.monotonic()
@@ -147,7 +147,7 @@ def test_a_launcher_that_blocks_neither_stops_the_push_nor_is_waited_for(
 
         heart = asyncio.create_task(beat())
         try:
-            await world.push_async(0, SHORT)
+            await world.push_async(0)
         finally:
             heart.cancel()
 
@@ -166,8 +166,8 @@ def test_a_retry_proves_the_end_of_a_killed_pushs_pod(world: World, pods: Orches
         "push:1",
         lambda state: walk(state.slots["kubernetes-0"], [S.LOADING], "push", holds=True, epoch=1),
     )
-    dead.faults["*"] = "hang"
-    record = world.push(0, SHORT)
+    dead.faults["*"] = "500"
+    record = world.push(0)
     assert [handle.ref["uid"] for handle in pods.asked] == ["u-1"]
     assert record.absent == (dead.url,) and intent.engines[0].incarnation not in str(record.engines)
     assert fence.read_end(world.store, 1).status is PushStatus.SUPERSEDED  # type: ignore[union-attr]
@@ -197,7 +197,7 @@ def test_what_the_log_calls_gone_needs_no_other_proof(world: World, pods: Orches
             ],
         )
     dead.stop()
-    world.push(0, SHORT)
+    world.push(0)
     assert pods.asked == []
     assert_serving(world, alive, "demo:1")
     dead.start()
@@ -215,7 +215,7 @@ def test_an_incarnation_whose_place_another_one_has_is_not_ended_by_the_new_ones
         intent.model_copy(update={"engines": (other, intent.engines[1])}).model_dump_json().encode()
     )
     with pytest.raises(CleanupUnconfirmed, match="not on this host"):
-        world.push(0, SHORT)
+        world.push(0)
     assert pods.asked == []
 
 
@@ -229,18 +229,18 @@ def test_an_engine_of_somebody_else_on_this_host_is_never_ended(
     added(world, theirs, "external")
     if when == "in the push":
         world.gateway.answer("POST", "/workers", {"url": theirs.url})
-        theirs.faults["/pause_generation"] = "hang"
+        theirs.faults["/pause_generation"] = "500"
     else:
         world.leave_intent()
-        theirs.faults["*"] = "hang"
+        theirs.faults["*"] = "500"
     for _ in range(2):
         with pytest.raises(CleanupUnconfirmed, match="started by some"):
-            world.push(0, SHORT)
-        theirs.faults["*"] = "hang"
+            world.push(0)
+        theirs.faults["*"] = "500"
     assert theirs.process.poll() is None
     assert theirs.url not in world.gateway.urls()
     fence.confirm_gone(world.store, theirs.url, "its owner stopped it", "someone")
-    record = world.push(0, SHORT)
+    record = world.push(0)
     assert record.absent == (theirs.url,) and theirs.process.poll() is None
     assert_serving(world, ours, "demo:1")
 
@@ -288,7 +288,7 @@ def test_a_fenced_engine_that_answers_again_is_not_in_the_set(world: World) -> N
     theirs, ours = world.engines
     log = added(world, theirs, "supervised")
     log.append(KEEPER, lambda found: walk(found.slots["supervised-0"], [S.SUSPECT, S.FENCED], "lost"))
-    record = world.push(0, SHORT)
+    record = world.push(0)
     intent = fence.Intent.model_validate_json(world.store.get(fence.intent_key(1)))
     assert [engine.url for engine in intent.engines] == [ours.url]
     assert record.absent == (theirs.url,) and theirs.process.poll() is None
