@@ -1,6 +1,7 @@
 """Every transport of tensors into real SGLang engines with a tiny mixture of experts: what they hold afterwards equals
 what was sent, by their own checksums; the same path and calls after an engine was replaced; a stopped engine holds up
-nobody beyond the deadline. The weights come from this process; three engines are started for this file.
+nobody beyond the deadline. The weights come from this process; three engines are started for this file, with strict
+doors, and called at an address of this host that is not loopback.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl360.engines.client import EngineClient, open_http
+from rl360.engines.client import EngineClient, deployment_token, open_http
 from rl360.engines.fleet import probe_engine
 from rl360.engines.processes import tree_of_url
 from rl360.weights.checksum import expected_checksums, tensor_specs
 from rl360.weights.messages import EngineSet, PushPlan, TransferReport, Transport
 from rl360.weights.plan import plan_push
 from rl360.weights.transports import Senders, common
-from tests.contract.session_rig import free_port, process
+from tests.contract.session_rig import far_address, free_port, process
 from tests.contract.test_routed_experts import EXPERTS, write_moe
+from tests.unit.fake_engines import show_token
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
 
@@ -52,12 +54,13 @@ class Fleet:
     calls: dict[Transport, int] = field(default_factory=dict)
 
     def start(self, count: int) -> list[str]:
-        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(count)]
+        urls = [f"http://{far_address()}:{free_port()}" for _ in range(count)]
 
         def one(url: str) -> None:
             argv = [sys.executable, "-m", "rl360.engines.launch", "--model", str(self.model)]
-            argv += ["--port", url.rsplit(":", 1)[1], "--max-total-tokens", "4096"]
-            self.running[url] = process(argv, f"{url}/ping", self.folder / f"engine-{url[-5:]}.log", ready_s=600)
+            argv += ["--port", url.rsplit(":", 1)[1], "--max-total-tokens", "4096", "--host", "0.0.0.0"]
+            log, env = self.folder / f"engine-{url[-5:]}.log", {"RL360_TOKEN_FILE": os.environ["RL360_TOKEN_FILE"]}
+            self.running[url] = process([*argv, "--door", "strict"], f"{url}/ping", log, env, ready_s=600)
             self.running[url].__enter__()
 
         with ThreadPoolExecutor(count) as pool:
@@ -83,7 +86,9 @@ class Fleet:
 
         async def everyone() -> list[Any]:
             async with open_http() as http:
-                clients = [EngineClient(url, http, deadline_s, self.epoch or None) for url in self.urls]
+                clients = [
+                    EngineClient(url, http, deadline_s, self.epoch or None, deployment_token()) for url in self.urls
+                ]
                 return list(await asyncio.gather(*(call(client) for client in clients)))
 
         return asyncio.run(everyone())
@@ -114,12 +119,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("transports")
     write_moe(folder / "model")
     made = Fleet(folder, folder / "model")
-    try:
-        made.urls = made.start(3)
-        yield made
-    finally:
-        made.senders.close()
-        with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        show_token(stack.enter_context(pytest.MonkeyPatch.context()), folder)
+        try:
+            made.urls = made.start(3)
+            yield made
+        finally:
+            made.senders.close()
             for url in list(made.running):
                 stack.callback(made.end, url)
 
@@ -209,4 +215,5 @@ def test_a_stopped_engine_holds_up_nobody_beyond_the_deadline(
 
 async def _checksums(urls: list[str], epoch: int, deadline_s: float) -> list[dict[str, str]]:
     async with open_http() as http:
-        return list(await asyncio.gather(*(EngineClient(u, http, deadline_s, epoch).checksums() for u in urls)))
+        clients = [EngineClient(url, http, deadline_s, epoch, deployment_token()) for url in urls]
+        return list(await asyncio.gather(*(client.checksums() for client in clients)))
