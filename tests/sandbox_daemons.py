@@ -13,8 +13,10 @@ import io
 import json
 import os
 import re
+import shutil
 import struct
 import tarfile
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -112,6 +114,7 @@ class Fake:
         self.late: list[asyncio.Task[Any]] = []
         self.late_s = 0.6
         self.url = ""
+        self.socket = f"{tempfile.mkdtemp()}/s"  # a path of a socket is at most 107 characters
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -131,7 +134,8 @@ class Fake:
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await web.UnixSite(runner, self.socket).start()
+            self.url = f"http://127.0.0.1:{site.port}"
             return runner
 
         runner = self._loop.run_until_complete(serve())
@@ -145,6 +149,7 @@ class Fake:
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+        shutil.rmtree(Path(self.socket).parent)
 
     @property
     def _middle(self) -> Any:

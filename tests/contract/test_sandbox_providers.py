@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared b
 from sandbox_daemons import GARBAGE, HANG, LATE, Fake, FakeDaytona, FakeDocker, FakeKubernetes, Fault, until
 from test_sandboxes import REASON
 
+from rl360.errors import BadInput
 from rl360.harbor.check import check_tasks
 from rl360.harbor.protocol import SandboxLimits
 from rl360.kube import Cluster
@@ -415,6 +416,26 @@ def test_daytonas_own_clock_is_a_timeout_too(tmp_path: Path) -> None:
 
     try:
         with_provider(fake, tmp_path, body)
+    finally:
+        fake.close()
+
+
+def test_docker_by_its_socket(tmp_path: Path) -> None:
+    (tmp_path / "boxes").mkdir()
+    fake = FakeDocker(tmp_path / "boxes")
+
+    async def go() -> None:
+        for host in (f"unix://{fake.socket}", fake.url.replace("http", "tcp")):
+            provider = RemoteProvider(Docker.of({"DOCKER_HOST": host}), tmp_path / host[:3], DEPLOYMENT)
+            sandbox = await provider.create(await spec_of(provider))
+            assert (await sandbox.exec("echo here", 5)).output == b"here\n"
+            assert (await sandbox.stop()).confirmed
+            await provider.aclose()
+        with pytest.raises(BadInput, match="use unix:"):
+            Docker.of({"DOCKER_HOST": "ssh://host"})
+
+    try:
+        asyncio.run(go())
     finally:
         fake.close()
 
