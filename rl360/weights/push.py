@@ -280,7 +280,7 @@ class _Push:
         out = slot.state in (EngineState.FENCED, EngineState.GONE) and slot.incarnation == engine.incarnation
         return out or await asyncio.to_thread(self.ends.held, slot)
 
-    async def settle(self, frozen: _Frozen) -> None:
+    async def settle(self, frozen: _Frozen, receivers: Receivers) -> None:
         """Every receiver of every unfinished push is ours now, or its end is proven; those pushes are over."""
         notes: list[fence.Unconfirmed] = []
         for intent, engine in frozen.dark:
@@ -297,6 +297,9 @@ class _Push:
                     text += f" ({error})"
             raise CleanupUnconfirmed(text)
         for old in frozen.intents:
+            for slot in receivers.slots:
+                if any((e.url, e.incarnation) == (slot.url, slot.identity.incarnation) for e in old.engines):
+                    slot.taken_over(old.group_name)
             await self.io(fence.write_end, self.superseded(old, frozen.epoch))
 
     async def clear_out(self, receivers: Receivers, probes: list[Probe]) -> None:
@@ -346,7 +349,7 @@ class _Push:
         record = None
         try:
             with self.phase("settle"):
-                await self.settle(frozen)
+                await self.settle(frozen, receivers)
                 refused = await asyncio.to_thread(fleet_members.claim, self.log, self.members, receivers.intent)
                 receivers.slots = [slot for slot in receivers.slots if slot.url not in refused]
                 await self.clear_out(receivers, frozen.probes)

@@ -60,6 +60,11 @@ class Slot:
     def move(self, to: EngineState) -> None:
         self.state = advance(self.state, to)
 
+    def taken_over(self, group: str) -> None:
+        """A push that left no end had it: paused and half written, for all that is known. Ours to let go from here."""
+        self.paused_at = time.monotonic()
+        self.groups.add(group)
+
     async def ask(self, call: Awaitable[T]) -> T:
         """A control call of this push; it is counted, and its answer is noted."""
         self.control_calls += 1

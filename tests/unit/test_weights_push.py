@@ -333,6 +333,22 @@ def test_killed_push_with_living_receivers_is_taken_over(world: World) -> None:
         assert_serving(world, engine, "demo:1")
 
 
+def test_what_a_killed_push_left_is_let_go_though_its_heir_fails_before_it_pauses(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their push is over then, and nobody else would."""
+    world.leave_intent()
+
+    async def away(*_: object) -> list[str]:
+        raise ServiceError("gateway: no answer")
+
+    monkeypatch.setattr(push.GatewayClient, "keep_only", away)
+    with pytest.raises(ServiceError, match="gateway: no answer"):
+        world.push(0)
+    assert_released(world)
+    assert [engine.groups for engine in world.engines] == [set(), set()]
+
+
 def test_killed_push_with_a_dead_receiver_proves_its_end(world: World) -> None:
     intent = world.leave_intent()
     dead = world.engines[0]
