@@ -1,354 +1,27 @@
-"""The sandbox server: `POST /run` carries one attempt, `POST /flush` cancels, `GET /health` needs no token.
-
-A repeated POST of an attempt joins the running one or gets the recorded reply; a client that hangs up loses nothing.
-With a store (rl360.harbor.replies) that holds across restarts and across servers. Attempts wait in a bounded queue with
-its own clock, so waiting is never agent time; a full queue is refused at once.
-"""
+"""The process of a sandbox server: `python -m rl360.harbor.server`, options checked before it listens (`app.py`)."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import hmac
 import logging
-import os
 import resource
 import socket
-import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
-import httpx
-import orjson
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rl360.agents.base import Agent
 from rl360.agents.registry import agents_of
 from rl360.config.services import home_dir, load_services, service_token
-from rl360.errors import BadInput, Rl360Error, StoreUnavailable
+from rl360.errors import Rl360Error
+from rl360.harbor.app import make_app
 from rl360.harbor.judge import Judge
-from rl360.harbor.outcome import ExitStatus, boundary_of, is_known
-from rl360.harbor.protocol import RunReply, RunRequest
-from rl360.harbor.replies import OtherRequest, Replies, identity, lost_reply, refuse_another
-from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
-from rl360.harbor.turns import Turns, add_options, gate_of, need_of
-from rl360.ledger.outcomes import Outcome
-from rl360.sandboxes.admission import Gate
-from rl360.sandboxes.provider import SandboxProvider
+from rl360.harbor.replies import Replies
+from rl360.sandboxes.admission import Gate, Reservations, Room
 from rl360.sandboxes.providers import KINDS, open_provider, room_of
+from rl360.sandboxes.waves import Pace, Waves
 from rl360.store.object_store import ObjectStore
 
-log = logging.getLogger("rl360.sandbox")
-MAX_BODY_BYTES = 1 << 20
-JSON = "application/json"
-FEW_IDLE = httpx.Limits(max_connections=None, max_keepalive_connections=8)  # httpx polls each at every request
 STORE_TIMEOUT_S = 5.0
-IN_MEMORY, IN_STORE = 20_000, 512  # replies that are remembered here: all there are, or a shortcut to the store
-
-
-class QueueFull(Rl360Error):
-    """More attempts wait than the server takes; the client asks again later or elsewhere."""
-
-
-class FlushRequest(BaseModel):
-    """Which attempts to cancel; at least one field must be given."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    session_server_instance_id: str | None = None
-    run: str | None = None
-    attempt_ids: list[str] | None = None
-
-
-@dataclass
-class Entry:
-    """One attempt of the server's life: `owner` is the session server that Miles' clients flush by."""
-
-    attempt: Attempt
-    job: asyncio.Task[RunReply]
-    owner: str
-
-
-@dataclass(frozen=True)
-class Finished:
-    """An attempt that ended. Not `settled`: the store could not take its reply yet, so nobody was told of it."""
-
-    request: RunRequest
-    reply: RunReply
-    settled: bool
-
-
-class Attempts:
-    """The queue and the record of attempts. `replies`: where what ended is kept; without it only here, for as long as
-    this process lives and for the last `IN_MEMORY` of them."""
-
-    def __init__(self, runner: Runner, gate: Gate, queue_limit: int, replies: Replies | None = None) -> None:
-        self.runner, self.replies = runner, replies
-        self.gate, self.queue_limit = gate, queue_limit
-        self.max_concurrent = gate.waves.pace.max_concurrent
-        self._turns = Turns(gate)
-        self._open: dict[str, Entry] = {}
-        self._finished: OrderedDict[str, Finished] = OrderedDict()
-        self.waiting = 0
-        self.outcomes: Counter[str] = Counter()
-        self.losses: Counter[str] = Counter()
-        self.unknown: Counter[str] = Counter()
-        self.unconfirmed = 0
-
-    @property
-    def running(self) -> int:
-        return len(self._open) - self.waiting
-
-    async def submit(self, request: RunRequest, owner: str, agents: Mapping[str, Agent]) -> RunReply:
-        """The reply of this attempt, whoever started it."""
-        key = request_key(request)
-        known = self._finished.get(key)
-        if known is not None:
-            refuse_another(identity(known.request), request)
-            return known.reply if known.settled else await self._settle(known.request, known.reply)
-        entry = self._open.get(key)
-        if entry is None:
-            self._require_room()
-            prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents, self.runner.judge)
-            self.gate.reservations.require(need_of(prepared))
-            entry = self._open.get(key)
-        if entry is None:
-            self._require_room()
-            attempt = Attempt(request)
-            entry = Entry(attempt, asyncio.create_task(self._carry(prepared, attempt)), owner)
-            self._open[key] = entry
-            # not in `_carry`: a flush may cancel it before it has begun
-            entry.job.add_done_callback(lambda _: self._open.pop(key, None))
-        refuse_another(identity(entry.attempt.request), request)
-        # shielded: the attempt belongs to the server, not to the connection
-        return await asyncio.shield(entry.job)
-
-    def _require_room(self) -> None:
-        if len(self._open) >= self.max_concurrent + self.queue_limit:
-            raise QueueFull(f"{self.waiting} attempts wait, limit {self.queue_limit}; try later or raise --queue-limit")
-
-    async def _carry(self, prepared: Prepared, attempt: Attempt) -> RunReply:
-        request = prepared.request
-        if self.replies is not None:
-            recorded = await self.replies.claim(request)
-            if recorded is not None:
-                return self._remember(request, recorded)
-        elif request.resent:
-            return await self._settle(request, lost_reply("asked again of a server that has no store and knows it not"))
-        if await self._turn(prepared, attempt):
-            try:
-                reply = await self.runner.run(prepared, attempt)
-            finally:
-                self._turns.leave(request_key(request))
-        else:
-            reply = attempt.reply()
-        attempt.closing = True
-        return await self._settle(request, reply)
-
-    async def _settle(self, request: RunRequest, reply: RunReply) -> RunReply:
-        """The reply that counts, in the store. Where that is away `StoreUnavailable`, and whoever asks again tries
-        again."""
-        key = request_key(request)
-        self._finished[key] = Finished(request, reply, False)
-        if self.replies is not None:
-            reply = await self.replies.keep(request, reply)
-        known = self._finished.get(key)
-        if known is None or not known.settled:  # two may have asked for it at once
-            self._count(request, reply)
-        return self._remember(request, reply)
-
-    def _remember(self, request: RunRequest, reply: RunReply) -> RunReply:
-        self._finished[request_key(request)] = Finished(request, reply, True)
-        while len(self._finished) > (IN_MEMORY if self.replies is None else IN_STORE):
-            self._finished.popitem(last=False)
-        return reply
-
-    async def _turn(self, prepared: Prepared, attempt: Attempt) -> bool:
-        """Wait for a turn on the queue's own clock; False when there was none in time, or the attempt was cancelled."""
-        request = attempt.request
-        key, limit_s = request_key(request), request.queue_timeout_s
-        attempt.started = partial(self._turns.settle, key)
-        started = time.monotonic()
-        self.waiting += 1
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._turns.wait(key, request.instance_id, need_of(prepared))
-            return True
-        except TimeoutError:
-            said = f"no turn within {limit_s:g} s: {self.gate.waves.live} of {self.max_concurrent} run, "
-            attempt.failed("queue", ExitStatus.QUEUE_TIMEOUT, f"{said}left to promise: {self.gate.reservations.left}")
-            return False
-        except asyncio.CancelledError:
-            attempt.failed("queue", ExitStatus.ABORTED, "cancelled while queued")
-            return False
-        finally:
-            self.waiting -= 1
-            attempt.phases["queue"] = time.monotonic() - started
-
-    def _count(self, request: RunRequest, reply: RunReply) -> None:
-        self.outcomes[reply.outcome] += 1
-        boundary = boundary_of(reply.outcome, reply.exit_status)
-        self.losses.update([boundary] if boundary is not None else [])
-        self.unknown.update([] if is_known(reply.exit_status) else [reply.exit_status[:80]])
-        self.unconfirmed += not reply.cleanup.confirmed
-        level = (
-            logging.WARNING if reply.outcome == Outcome.UNCLASSIFIED or not reply.cleanup.confirmed else logging.INFO
-        )
-        evidence = "" if reply.cleanup.confirmed else f" CLEANUP UNCONFIRMED: {reply.cleanup.evidence}"
-        log.log(level, "%s %s %s %s%s", request.attempt_id, reply.outcome, reply.exit_status, reply.detail, evidence)
-
-    def counts(self) -> dict[str, object]:
-        """What `/health` tells."""
-        waves, reservations, replies = self.gate.waves, self.gate.reservations, self.replies
-        return {
-            "running": self.running,
-            "queued": self.waiting,
-            "max_concurrent": self.max_concurrent,
-            "starting": waves.starting,
-            "window": int(waves.window),
-            "starts": waves.begun,
-            "warm_starts": waves.warm,
-            "room": reservations.room._asdict(),
-            "room_left": reservations.left._asdict(),
-            "queue_limit": self.queue_limit,
-            "outcomes": {str(name): count for name, count in self.outcomes.items()},
-            "losses": {str(name): count for name, count in self.losses.items()},
-            "unknown_statuses": dict(self.unknown),
-            "store": None if replies is None else f"{replies.store.endpoint_url}/{replies.store.bucket}",
-            "cleanup_unconfirmed": self.unconfirmed,
-        }
-
-    def flush(self, which: FlushRequest) -> int:
-        """Cancel the open attempts that match any given field; returns how many."""
-        cancelled = 0
-        for entry in list(self._open.values()):
-            request = entry.attempt.request
-            hit = (
-                (which.run is not None and request.run == which.run)
-                or (which.attempt_ids is not None and request.attempt_id in which.attempt_ids)
-                or (which.session_server_instance_id is not None and entry.owner == which.session_server_instance_id)
-            )
-            if hit and not entry.attempt.closing and not entry.job.cancelling():
-                entry.job.cancel()
-                cancelled += 1
-        return cancelled
-
-    async def close(self) -> None:
-        """Cancel everything and wait until each is torn down."""
-        jobs = [entry.job for entry in self._open.values()]
-        for entry in self._open.values():
-            if not entry.attempt.closing and not entry.job.cancelling():
-                entry.job.cancel()
-        if jobs:
-            await asyncio.wait(jobs)
-        if self.replies is not None:
-            self.replies.close()
-
-
-def make_app(
-    provider: SandboxProvider,
-    agents: Mapping[str, Agent],
-    args: argparse.Namespace,
-    token: str,
-    judge: Judge | None = None,
-    replies: Replies | None = None,
-) -> FastAPI:
-    """The HTTP face."""
-    incarnation = os.environ.get("RL360_INCARNATION") or uuid4().hex
-    identity = {"status": "ok", "service": "sandbox", "incarnation": incarnation, "pid": os.getpid()}
-    expected = f"Bearer {token}".encode()
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        for line in await provider.reap():
-            log.warning("left by an earlier server: %s", line)
-        async with httpx.AsyncClient(limits=FEW_IDLE, trust_env=False) as http:
-            gate = gate_of(args, room_of(args.provider, args.home or home_dir()))
-            attempts = Attempts(Runner(provider, http, token, judge), gate, args.queue_limit, replies)
-            app.state.attempts = attempts
-            yield
-            await attempts.close()
-
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
-
-    @app.get("/health")
-    async def health() -> Response:
-        judged_by = None if judge is None else judge.host
-        counts = app.state.attempts.counts()
-        return answer(200, {**identity, **counts, "agents": sorted(agents), "judge": judged_by})
-
-    @app.post("/run")
-    async def run(request: Request) -> Response:
-        body = await body_of(request, expected)
-        if isinstance(body, Response):
-            return body
-        try:
-            order = RunRequest.model_validate(body)
-            owner = str(body.get("session_server_instance_id") or "")
-            reply = await app.state.attempts.submit(order, owner, agents)
-        except ValidationError as error:
-            return refuse(400, _first_problem(error))
-        except BadInput as error:
-            return refuse(400, str(error))
-        except OtherRequest as error:
-            return refuse(409, str(error))
-        except QueueFull as error:
-            return refuse(503, str(error))
-        except StoreUnavailable as error:
-            return refuse(503, str(error), "store_unavailable")
-        return Response(reply.model_dump_json(), media_type=JSON)
-
-    @app.post("/flush")
-    async def flush(request: Request) -> Response:
-        body = await body_of(request, expected)
-        if isinstance(body, Response):
-            return body
-        try:
-            which = FlushRequest.model_validate(body)
-        except ValidationError as error:
-            return refuse(400, _first_problem(error))
-        if which == FlushRequest():
-            return refuse(400, "nothing named: give run, attempt_ids or session_server_instance_id")
-        return answer(200, {"cancelled": app.state.attempts.flush(which)})
-
-    return app
-
-
-async def body_of(request: Request, authorization: bytes) -> dict[str, object] | Response:
-    """The body of a request that carries this authorization, else the refusal."""
-    if not hmac.compare_digest(request.headers.get("authorization", "").encode(), authorization):
-        return refuse(401, "needs the bearer token of this deployment")
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            return refuse(413, f"body over {MAX_BODY_BYTES} bytes")
-    try:
-        body = orjson.loads(bytes(data))
-    except orjson.JSONDecodeError as error:
-        return refuse(400, f"body is not JSON: {error}")
-    return body if isinstance(body, dict) else refuse(400, f"body is {type(body).__name__}, expected an object")
-
-
-def answer(status: int, body: object) -> Response:
-    return Response(orjson.dumps(body), status, media_type=JSON)
-
-
-def refuse(status: int, message: str, code: str | None = None) -> Response:
-    return answer(status, {"error": {"message": message, "code": code or status}})
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where} = {str(first.get('input'))[:80]}: {first['msg']}"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -374,6 +47,36 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) is not None and not getattr(args, name) >= low:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low:g}")
     return args
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-concurrent", type=int, default=32, help="attempts that run at once")
+    parser.add_argument("--per-task", type=int, default=None, help="of them of one task (default: all)")
+    parser.add_argument("--wave-size", type=int, default=32, help="sandboxes that begin to start in a wave")
+    parser.add_argument("--wave-interval-s", type=float, default=0.25, help="seconds from wave to wave")
+    parser.add_argument("--ready-goal-s", type=float, default=1.0, help="starts that take longer slow down the next")
+    form = "cpus=N,memory_mb=N,pids=N,disk_mb=N"
+    parser.add_argument(
+        "--promise", type=_promise, default={}, metavar=form, help="what may be reserved (default: all)"
+    )
+
+
+def gate_of(args: argparse.Namespace, room: Room) -> Gate:
+    """As the options say; `room`: what there is, where they say nothing."""
+    everything = args.max_concurrent
+    pace = Pace(args.wave_size, args.wave_interval_s, everything, args.per_task or everything, args.ready_goal_s)
+    return Gate(Waves(pace), Reservations(room._replace(**args.promise)))
+
+
+def _promise(text: str) -> dict[str, int]:
+    """Fields of a `Room`."""
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in ("cpus", *Room._fields[1:]) or not value.isdecimal():
+            raise argparse.ArgumentTypeError(f"{part!r}: give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER")
+        found["milli_cpus" if name == "cpus" else name] = int(value) * (1000 if name == "cpus" else 1)
+    return found
 
 
 def replies_of(args: argparse.Namespace) -> Replies:
@@ -404,7 +107,9 @@ def main(argv: list[str] | None = None) -> None:
         root = (args.home or home_dir()) / "sandboxes" / str(args.port)
         provider = open_provider(args.provider, root, token)
         replies = replies_of(args) if args.store else None
-        app = make_app(provider, agents_of(args.agent, args.harness, args.harbor), args, token, judge, replies)
+        agents = agents_of(args.agent, args.harness, args.harbor)
+        gate = gate_of(args, room_of(args.provider, args.home or home_dir()))
+        app = make_app(provider, agents, gate, args.queue_limit, token, judge, replies)
     except Rl360Error as error:
         raise SystemExit(f"sandbox server: {error}") from None
     uvicorn.run(

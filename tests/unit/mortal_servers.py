@@ -8,11 +8,11 @@ from typing import Any, cast
 
 from rl360.agents import bash_agent
 from rl360.errors import StoreUnavailable
+from rl360.harbor.app import Attempts
 from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.replies import Replies
 from rl360.harbor.runner import Attempt, Prepared
-from rl360.harbor.server import Attempts
 from rl360.sandboxes.provider import SandboxNeeds
 from rl360.tasksets.harbor_files import BUILTIN_DIR
 from tests.unit.memory_store import MemoryStore

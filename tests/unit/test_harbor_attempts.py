@@ -11,11 +11,11 @@ import pytest
 
 from rl360.agents import bash_agent
 from rl360.errors import BadInput
+from rl360.harbor.app import Attempts, FlushRequest
 from rl360.harbor.judge import Judge
 from rl360.harbor.protocol import JudgeOrder, RunRequest
 from rl360.harbor.runner import Runner, prepare
-from rl360.harbor.server import Attempts, FlushRequest, parse_args
-from rl360.harbor.turns import gate_of
+from rl360.harbor.server import gate_of, parse_args
 from rl360.sandboxes.host import host_room
 from rl360.sandboxes.provider import SandboxNeeds, SandboxProvider, SandboxStartError, Workspace
 from rl360.tasksets.harbor_files import BUILTIN_DIR

@@ -13,10 +13,10 @@ import pytest
 
 from rl360.agents.base import AgentContext, AgentEnd
 from rl360.errors import BadInput
+from rl360.harbor.app import Attempts
 from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.runner import SLACK_S, Attempt, Prepared, Runner, prepare
-from rl360.harbor.server import Attempts
 from rl360.harbor.task import load_task
 from rl360.sandboxes.provider import ExecResult, SandboxSpec, SandboxStartError, StopProof, Workspace
 from rl360.tasksets.harbor_files import BUILTIN_DIR

@@ -12,9 +12,9 @@ import pytest
 
 from rl360.errors import CorruptObject
 from rl360.harbor import replies as module
+from rl360.harbor.app import Attempts, FlushRequest
 from rl360.harbor.protocol import RunReply
 from rl360.harbor.replies import Replies
-from rl360.harbor.server import Attempts, FlushRequest
 from rl360.store.layout import reply_key
 from tests.unit.memory_store import MemoryStore
 from tests.unit.mortal_servers import AGENTS, Host, Server, heard, request_of

@@ -18,7 +18,8 @@ FILES = files("rl360", "tasks", "flows", "infra")
 STARTS = (
     "flows/",
     "tasks/",
-    "rl360/harbor/server.py",
+    "rl360/agents/registry.py",
+    "rl360/harbor/app.py",
     "rl360/sessions/families/registry.py",
     "rl360/sessions/routes.py",
     "rl360/training/app.py",
@@ -55,7 +56,6 @@ ADAPTERS = (
 # the only modules of the core that import an adapter
 CHOOSERS = {
     "rl360/agents/registry.py",
-    "rl360/harbor/server.py",
     "rl360/sessions/families/registry.py",
     "rl360/sessions/routes.py",
     "rl360/tasksets/sources.py",
