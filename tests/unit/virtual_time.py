@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from rl360.harbor import app as app_module
 from rl360.harbor import runner as runner_module
-from rl360.harbor import server as server_module
 from rl360.sandboxes.admission import Gate, Reservations, Room
 from rl360.sandboxes.waves import Pace, Waves
 
@@ -55,7 +55,7 @@ def run_virtual(work: Coroutine[Any, Any, _Result]) -> _Result:
     """`asyncio.run` in virtual time, which is also the time of the phases of attempts."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(monotonic=runner.get_loop().time)
-        for module in (runner_module, server_module):
+        for module in (runner_module, app_module):
             patch.setattr(module, "time", clock)
         return runner.run(work)
 
