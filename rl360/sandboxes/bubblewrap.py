@@ -23,8 +23,8 @@ from rl360.errors import BadInput
 from rl360.sandboxes import cgroups, leases, seccomp
 from rl360.sandboxes.bwrap_process import BwrapSandbox, launch
 from rl360.sandboxes.provider import SandboxNeeds, SandboxSpec, SandboxStartError
-from rl360.sandboxes.rooted import Rooted, safe_name
-from rl360.sandboxes.workspace import make_etc, remove_tree
+from rl360.sandboxes.rooted import Rooted, make_etc, safe_name
+from rl360.sandboxes.workspace import remove_tree
 
 SANDBOX_UID = 65534
 LOGS_DIR = "/logs/verifier"

@@ -11,7 +11,8 @@ import pytest
 from rl360.errors import BadInput
 from rl360.sandboxes import cgroups
 from rl360.sandboxes.bubblewrap import safe_name
-from rl360.sandboxes.workspace import copy_tree, publish_tree, remove_tree, tree_bytes
+from rl360.sandboxes.rooted import copy_tree, publish_tree
+from rl360.sandboxes.workspace import remove_tree, tree_bytes
 
 
 def test_copy_keeps_content_links_and_scripts(tmp_path: Path) -> None:
