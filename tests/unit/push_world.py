@@ -190,7 +190,7 @@ class World:
         self.rng = random.Random(seed)
         self.deadline_s = deadline_s
         self.config = PushConfig.model_validate(
-            {"call_deadline_s": deadline_s, "bucket_bytes": 1024, "pause_mode": pause_mode}
+            {"call_deadline_s": deadline_s, "deadline_s": 60, "bucket_bytes": 1024, "pause_mode": pause_mode}
         )
         self.model_dir = model_dir
         self.salted = True
