@@ -149,12 +149,28 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
     config = RunConfig()
     changed = {
         "steps": 31,
-        "rollout": {"wave_size": 1, "wave_interval_s": 1, "max_concurrent": 1, "infra_retries": 2},
+        "rollout": {
+            "wave_size": 1,
+            "wave_interval_s": 1,
+            "max_concurrent": 1,
+            "infra_retries": 2,
+            "group_retries": 1,
+            "quarantine_after": 2,
+            "max_infra_rate": 0.25,
+        },
+        "sandbox": {"reserved_cpus": 0.5},
         "deadlines": {"queue_s": 1, "setup_s": 1, "collect_s": 1, "slack_s": 16, "client_s": 999, "train_s": 1},
         "judge": {"call_s": 1, "retries": 1},
         "trainer": {"checkpoint_every": 1, "keep_checkpoints": 0, "max_nonfinite_steps": 1},
         # whatever carries the weights, an engine serves only what has the trainer's checksums
-        "push": {"bucket_bytes": 2048, "call_deadline_s": 1, "min_engines": 2, "transport": "disk_delta", "folder": "/w"},
+        "push": {
+            "bucket_bytes": 2048,
+            "call_deadline_s": 1,
+            "deadline_s": 100,
+            "min_engines": 2,
+            "transport": "disk_delta",
+            "folder": "/w",
+        },
     }
     assert frozen_differences(config, RunConfig.parse(changed)) == []
     operational = {path for path in leaves() if path[0] in changed and _in(changed, path)}
