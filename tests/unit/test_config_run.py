@@ -210,6 +210,10 @@ def test_operational_means_it_cannot_change_what_is_computed() -> None:
             "judge_s": None,
             "response_format": "none",
             "run": "other",
+            "difficulty": "history",
+            "weights": {"easy": 1.0},
+            "generate": "agents.echo:generate",
+            "function": "agents.echo:play",
         }.get(path[-1], _another(value))
         if other is not None:
             assert len(frozen_differences(config, RunConfig.parse(nested(path, other)))) == 1, path
