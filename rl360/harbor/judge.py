@@ -237,14 +237,8 @@ class Judge:
             said = parse_reply(data, terms.score_min, terms.score_max, spent)
         except JudgeError as error:
             raise JudgeError(self._shown(str(error))) from None
-        digest = sha256(body).hexdigest()
-        named: dict[str, Any] = {
-            "model": order.model,
-            "host": self.host,
-            "prompt_digest": digest,
-            "script_reward": script_reward,
-        }
-        return JudgeReceipt(**named, **said)
+        said |= {"prompt_digest": sha256(body).hexdigest(), "script_reward": script_reward}
+        return JudgeReceipt(model=order.model, host=self.host, **said)
 
     def _shown(self, text: str) -> str:
         return text.replace(self.key, "[key]") if self.key else text

@@ -85,22 +85,17 @@ MEANINGS: dict[str, Meaning] = {
 }
 VERIFIED_AFTER = frozenset(status for status, meaning in MEANINGS.items() if meaning.verified)
 
-# where to look first when an attempt ended so, and whether another try may end otherwise
-LOSSES: dict[Outcome, tuple[Boundary, bool]] = {
-    Outcome.NO_ENGINE: (Boundary.MODEL, True),
-    Outcome.SANDBOX_START: (Boundary.PROVIDER, True),
-    Outcome.SANDBOX_LOST: (Boundary.PROVIDER, True),
-    Outcome.AGENT_TIMEOUT: (Boundary.HARNESS, False),
-    Outcome.VERIFIER_TIMEOUT: (Boundary.VERIFIER, False),
-    Outcome.VERIFIER_ERROR: (Boundary.VERIFIER, False),
-    Outcome.NO_VERDICT: (Boundary.VERIFIER, False),
-    Outcome.JUDGE_ERROR: (Boundary.VERIFIER, True),
-    Outcome.SESSION_LOST: (Boundary.MODEL, True),
-    Outcome.GENERATION_ERROR: (Boundary.MODEL, True),
-    Outcome.ABORTED: (Boundary.OURS, True),
-    Outcome.UNCLASSIFIED: (Boundary.OURS, False),
+# where to look first when an attempt ended so: where a status that means it says, else with us
+LOSSES: dict[Outcome, Boundary] = {
+    **{meaning.outcome: meaning.boundary for meaning in MEANINGS.values()},
+    Outcome.SANDBOX_START: Boundary.PROVIDER,
+    Outcome.UNCLASSIFIED: Boundary.OURS,
+    **dict.fromkeys((Outcome.VERIFIER_ERROR, Outcome.NO_VERDICT, Outcome.JUDGE_ERROR), Boundary.VERIFIER),
 }
-RETRYABLE = frozenset(outcome for outcome, (_, again) in LOSSES.items() if again)
+# another try may end otherwise
+RETRYABLE = frozenset(
+    (Outcome.NO_ENGINE, Outcome.SANDBOX_START, Outcome.SANDBOX_LOST, Outcome.JUDGE_ERROR, Outcome.SESSION_LOST)
+) | {Outcome.GENERATION_ERROR, Outcome.ABORTED}
 
 
 def is_known(exit_status: str) -> bool:
@@ -129,4 +124,4 @@ def boundary_of(outcome: Outcome, exit_status: str = "") -> Boundary | None:
     if outcome in HAS_VERDICT:
         return None
     meaning = MEANINGS.get(exit_status)
-    return meaning.boundary if meaning is not None and meaning.outcome is outcome else LOSSES[outcome][0]
+    return meaning.boundary if meaning is not None and meaning.outcome is outcome else LOSSES[outcome]

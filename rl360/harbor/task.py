@@ -19,21 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rl360.errors import BadInput
 
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
-RESERVED = (
-    "/",
-    "/usr",
-    "/etc",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib64",
-    "/proc",
-    "/dev",
-    "/sys",
-    "/tests",
-    "/logs",
-    "/solution",
-)
+_NAMES = ("usr", "etc", "bin", "sbin", "lib", "lib64", "proc", "dev", "sys", "tests", "logs", "solution")
+RESERVED = ("/", *map("/{}".format, _NAMES))
 MAX_TEXT_BYTES = 1 << 20
 JUDGE_FILE = "tests/rl360_judge.toml"
 PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", JUDGE_FILE, "solution")

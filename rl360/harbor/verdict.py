@@ -67,7 +67,7 @@ class Verdict(BaseModel):
     @field_validator("reward", mode="before")
     @classmethod
     def _finite_number(cls, value: object) -> float:
-        return _finite(value, "a reward")
+        return finite(value, "a reward")
 
 
 def run_key(token: str, run: str) -> bytes:
@@ -90,7 +90,7 @@ def signed_bytes(
     spaces."""
     texts = (text.encode() for text in (run, task_id, attempt_id, verifier_digest))
     named = b"".join(struct.pack(">I", len(text)) + text for text in texts)
-    named += struct.pack(">dd", _finite(finished_at, "a verdict's time"), _finite(reward, "a reward"))
+    named += struct.pack(">dd", finite(finished_at, "a verdict's time"), finite(reward, "a reward"))
     if judge is None:
         return _LABEL + named
     return _JUDGED_LABEL + named + json.dumps(judge.model_dump(), sort_keys=True, separators=(",", ":")).encode()
@@ -121,7 +121,8 @@ def _seal(key: bytes, said: bytes) -> Signature:
     return Signature(hmac.digest(key, said, "sha256").hex())
 
 
-def _finite(value: object, what: str) -> float:
+def finite(value: object, what: str) -> float:
+    """`value`, named `what` in the ValueError for one that is no finite number."""
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
     except OverflowError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
 import stat
@@ -29,7 +28,7 @@ from rl360.harbor.judge import Evidence, Judge, JudgeError, JudgeSpent
 from rl360.harbor.outcome import PASS_REWARD
 from rl360.harbor.protocol import JudgeOrder, SandboxLimits
 from rl360.harbor.task import JudgeTerms, Task
-from rl360.harbor.verdict import JudgeReceipt, Verdict, sign
+from rl360.harbor.verdict import JudgeReceipt, Verdict, finite, sign
 from rl360.ledger.outcomes import Outcome
 from rl360.sandboxes.provider import (
     SandboxGone,
@@ -261,12 +260,9 @@ def _from_text(data: bytes) -> float:
 
 def _finite(value: int | float, name: str) -> float:
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise RewardError(f"{name}: {str(value)[:80]} is not a finite number")
-    return number
+        return finite(value, "")
+    except ValueError:
+        raise RewardError(f"{name}: {str(value)[:80]} is not a finite number") from None
 
 
 def _tail(output: bytes) -> str:

@@ -22,30 +22,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {**_PLAIN, "estimator": "rloo", "reduction": "constant"},
     "reinforce_pp": {**_PLAIN, "estimator": "reinforce_pp"},
     "reinforce_pp_baseline": {**_PLAIN, "estimator": "reinforce_pp_baseline"},
-    "gspo": {
-        **_AGAINST_ROLLOUT,
-        "loss": "gspo",
-        "normalize_std": True,
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "reduction": "sample_mean",
-    },
+    "gspo": _AGAINST_ROLLOUT
+    | {"loss": "gspo", "normalize_std": True, "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sample_mean"},
     "cispo": {**_AGAINST_ROLLOUT, "loss": "cispo", "normalize_std": True, "clip_low": 1.0, "clip_high": 4.0},
-    "ppo": {
-        **_PLAIN,
-        "estimator": "gae",
-        "gae_lambda": 0.95,
-        "whiten_advantages": True,
-        "critic_updates": 4,
-        "value_clip": 0.2,
-    },
+    "ppo": _PLAIN
+    | {"estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True, "critic_updates": 4, "value_clip": 0.2},
     "icepop": {"correction": "mask", "correction_low": 0.5, "correction_high": 5.0},
     "mis": {"correction": "mask", "correction_level": "sequence", "correction_high": 2.0},
-    "mis_geometric": {
-        "correction": "mask",
-        "correction_level": "geometric",
-        "correction_low": 0.999,
-        "correction_high": 1.001,
-        "veto": 1e-4,
-    },
+    "mis_geometric": {"correction": "mask", "correction_level": "geometric", "veto": 1e-4}
+    | {"correction_low": 0.999, "correction_high": 1.001},
 }

@@ -71,11 +71,7 @@ def role_content(stored: Message, sent: Message) -> Match | None:
     return Match.ROLE_CONTENT if (stored.role, stored.content) == (sent.role, sent.content) else None
 
 
-MATCHERS: dict[str, Matcher] = {
-    "strict": strict,
-    "loose_tool_calls": loose_tool_calls,
-    "role_content": role_content,
-}
+MATCHERS: dict[str, Matcher] = {each.__name__: each for each in (strict, loose_tool_calls, role_content)}
 
 
 def load_matcher(name: str) -> Matcher:

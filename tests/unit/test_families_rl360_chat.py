@@ -89,8 +89,8 @@ def test_special_tokens_in_text_stay_text(special: str, around: str) -> None:
     text = around.format(special)
     stock = build_tokenizer()
     special_ids = {stock.token_to_id(name) for name in SPECIALS}
-    ids = template().render_conversation(_everywhere(text, text), ()).tolist()
-    plain = template().render_conversation(_everywhere("t", "k"), ()).tolist()
+    ids = template().render_prompt(_everywhere(text, text), ()).tolist()
+    plain = template().render_prompt(_everywhere("t", "k"), ()).tolist()
     assert [i for i in ids if i in special_ids] == [i for i in plain if i in special_ids]
     assert stock.decode([i for i in ids if i not in special_ids]).count(text) == 6
     delta = template().render_delta(2, (Message("tool", text),)).tolist()

@@ -203,12 +203,6 @@ class ChatTemplate:
             return ids
         return np.append(ids, np.int32(self._ids_of[self._family.stop_for(message, followed_by)]))
 
-    def render_conversation(
-        self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool = False
-    ) -> np.ndarray:
-        """Ids int32 `[tokens]` of a finished conversation, without a generation header (demonstrations, tests)."""
-        return self._ids(self._text(messages, tools, thinking, generation=False))
-
     def parse_assistant(self, ids: np.ndarray | list[int], tools: Sequence[Tool], thinking: bool = False) -> ParsedTurn:
         """Turn sampled ids `[tokens]` (with or without their stop id) into reasoning, content and calls."""
         self._require_mode(thinking)
