@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl360.sandboxes.providers import tars
@@ -47,6 +47,9 @@ DIR, REG, SYM, LNK, FIFO = tarfile.DIRTYPE, tarfile.REGTYPE, tarfile.SYMTYPE, ta
         [("app/h", "app/../../outside/secret", LNK)],
         [("app/h", "/etc/passwd", LNK)],
         [("app/l", "/etc", SYM), ("app/h", "app/l/passwd", LNK)],
+        [("app/l", "../outside", SYM), ("app/l/escaped", "x", SYM)],
+        [("app/l", "../outside", SYM), ("app/l/deep/escaped", "x", SYM)],
+        [("app/l", "../outside", SYM), ("app/f", b"x", REG), ("app/l/escaped", "app/f", LNK)],
         [("app/" + "d/" * 200 + "f", b"x", REG)],
         [("app/" + "x" * 300, b"x", REG)],
     ],
@@ -58,6 +61,9 @@ DIR, REG, SYM, LNK, FIFO = tarfile.DIRTYPE, tarfile.REGTYPE, tarfile.SYMTYPE, ta
         "hard-dots",
         "hard-absolute",
         "hard-link",
+        "link-under-link",
+        "folder-under-link",
+        "hard-under-link",
         "deep",
         "long",
     ],
@@ -69,9 +75,8 @@ def test_names_that_lead_outside_are_refused(
     (tmp_path / "outside" / "secret").write_text("s")
     with pytest.raises(Hostile):
         unpack(tar_of(*entries), tmp_path / "in", MB)
-    assert not list(tmp_path.rglob("escaped")) or all(
-        "in" in path.relative_to(tmp_path).parts[:1] for path in tmp_path.rglob("escaped")
-    )
+    assert [path.name for path in (tmp_path / "outside").iterdir()] == ["secret"]
+    assert all("in" in path.relative_to(tmp_path).parts[:1] for path in tmp_path.rglob("escaped"))
     assert os.stat(tmp_path / "outside" / "secret").st_nlink == 1
 
 
@@ -130,16 +135,21 @@ def test_what_is_packed_is_unpacked(tmp_path: Path) -> None:
 
 
 NAMES = st.lists(st.sampled_from(["a", "b", "..", ".", "", "c/d"]), min_size=1, max_size=4).map("/".join)
-KINDS = st.sampled_from([DIR, REG, SYM, LNK, FIFO])
+NESTED = st.sampled_from(["x/l", "x/l/a", "x/l/a/b"])  # so that names lie under one another, also under links
+LINKS = st.sampled_from(["../outside", "x/l", "x/l/a"]) | NAMES
+KINDS = st.sampled_from([DIR, REG, SYM, SYM, LNK, FIFO])
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(NAMES, NAMES, KINDS), max_size=6))
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(NESTED | NAMES, LINKS, KINDS), max_size=6))
+@example([("x/l", "../outside", SYM), ("x/l/a", "x", SYM)])
+@example([("x/l/a/b", "x", SYM), ("x/l", "../outside", SYM)])
 def test_no_order_of_entries_reaches_outside(tmp_path_factory: pytest.TempPathFactory, drawn: list) -> None:
     base = tmp_path_factory.mktemp("tar")
     (base / "a").write_text("mine")
+    (base / "outside").mkdir()
     entries = [(name or "x", b"theirs" if kind == REG else link, kind) for name, link, kind in drawn]
     with contextlib.suppress(Hostile):
         unpack(tar_of(*entries), base / "in", MB)
-    assert (base / "a").read_text() == "mine" and {path.name for path in base.iterdir()} <= {"a", "in"}
-    assert os.stat(base / "a").st_nlink == 1
+    assert (base / "a").read_text() == "mine" and {path.name for path in base.iterdir()} <= {"a", "in", "outside"}
+    assert os.stat(base / "a").st_nlink == 1 and not list((base / "outside").iterdir())

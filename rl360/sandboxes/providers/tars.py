@@ -1,7 +1,7 @@
 """Trees in and out of a sandbox that is elsewhere, as tars on disk. What comes out was made by the policy's code.
 
-Unpacking follows nothing: folders and plain files are made first, in a new folder where no link exists yet, then hard
-links among them, then symbolic links. Devices and pipes are left out. Counted while it is written, never before.
+Unpacking follows nothing: all folders and plain files are made first, in a new folder where no link exists yet, then
+hard links among them, then symbolic links. Devices and pipes are left out. Counted while it is written, never before.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def unpack(data: IO[bytes], target: Path, limit_bytes: int, strip: int = 1) -> N
                     _write(archive, member, made)
                 elif member.islnk() or member.issym():
                     later.append((member, made))
-        for member, made in sorted(later, key=lambda pair: pair[0].issym()):
+        for _, made in later:  # before the first link: none of them is ever followed
             made.parent.mkdir(parents=True, exist_ok=True)
+        for member, made in sorted(later, key=lambda pair: pair[0].issym()):
             if member.issym():
                 os.symlink(member.linkname, made)
             else:
