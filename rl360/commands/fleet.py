@@ -336,11 +336,14 @@ def add(
         _tell_keeper(store)
         return
     state = log.refresh()
-    if engine.startswith(("http://", "https://")) and engine.rstrip("/") not in known_engines(services, state).values():
-        probes, _ = asyncio.run(look(services, [engine.rstrip("/")]))
+    known, url = known_engines(services, state), engine.rstrip("/")
+    if engine.startswith(("http://", "https://")) and url not in known.values():
+        probes, _ = asyncio.run(look(services, [url, *filter(None, known.values())]))
         if probes[0].identity is None:
             raise BadInput(f"{engine} does not answer as an engine ({probes[0].reason}); start it first")
-        name = membership.add_external(log, probes[0].identity, _me(), why)
+        seen = {name: probe.identity for name, probe in _named(known, probes).items()}
+        answering = {name: identity.incarnation for name, identity in seen.items() if identity is not None}
+        name = membership.add_external(log, probes[0].identity, _me(), why, answering)
         typer.echo(f"{name} ({engine}) joins with the next push")
         return
     name, url = find_engine(services, state, engine)

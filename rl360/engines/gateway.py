@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import httpx
@@ -100,8 +100,9 @@ class GatewayClient:
             await self.remove(url, deadline_s)
         return others
 
-    async def remove(self, engine_url: str, deadline_s: float) -> bool:
-        """Take an engine out and wait until it gets no new requests. False when it was not in."""
+    async def remove(self, engine_url: str, deadline_s: float, may: Callable[[], None] = lambda: None) -> bool:
+        """Take an engine out and wait until it gets no new requests. False when it was not in. `may` raises when the
+        caller may not any more; it is asked before each removal."""
         until = time.monotonic() + deadline_s
         found = False
         while True:
@@ -110,6 +111,7 @@ class GatewayClient:
                 return found or worker is not None
             if time.monotonic() > until:
                 raise ServiceError(f"gateway {self.url}: {engine_url} still {worker.status} after {deadline_s:g} s")
+            may()
             found = True
             reply = await self._call("DELETE", f"/workers/{worker.worker_id}")
             if reply.status_code not in (200, 202, 204, 404):

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import orjson
 
-from rl360.engines.client import EngineClient, EngineSilent
+from rl360.engines.client import TRICKLE_S, EngineClient, EngineSilent
 from rl360.engines.fleet import EngineIdentity, incarnation_of
 from rl360.engines.processes import tree_of_url
 from rl360.errors import BadInput, ServiceError
@@ -46,10 +46,11 @@ async def look(client: EngineClient, known: EngineIdentity | None, ping_s: float
 async def in_flight(url: str, http: httpx.AsyncClient, deadline_s: float) -> int | None:
     """Requests that run or wait in it; None when it doesn't say."""
     try:
-        reply = await http.get(f"{url}/v1/loads?include=core", timeout=deadline_s)
+        async with asyncio.timeout(deadline_s + TRICKLE_S):
+            reply = await http.get(f"{url}/v1/loads?include=core", timeout=deadline_s)
         loads = orjson.loads(reply.content)["loads"]
         return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
-    except (httpx.HTTPError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (httpx.HTTPError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -68,8 +69,9 @@ async def generate(
     body = {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     try:
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        reply = await http.post(f"{url}/generate", json=body, headers=headers, timeout=deadline_s)
-    except httpx.HTTPError as error:
+        async with asyncio.timeout(deadline_s + TRICKLE_S):
+            reply = await http.post(f"{url}/generate", json=body, headers=headers, timeout=deadline_s)
+    except (httpx.HTTPError, TimeoutError) as error:
         return f"generated nothing within {deadline_s:g} s ({type(error).__name__})"
     if reply.status_code in (401, 403):
         raise ServiceError(

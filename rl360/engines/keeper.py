@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,10 +41,10 @@ from rl360.engines.fleet_log import (
     walk,
 )
 from rl360.engines.gateway import GatewayClient, Worker
-from rl360.engines.keeper_lease import Lease, Store, other_keepers
+from rl360.engines.keeper_lease import Lease, LeaseLost, Store, other_keepers
 from rl360.engines.launchers import open_launcher
 from rl360.engines.launchers.base import Handle, Launcher, Start, handle_of
-from rl360.engines.members import SUPERVISED, members, settle
+from rl360.engines.members import SUPERVISED, holders, is_external, members, settle
 from rl360.engines.patience import KeepOptions
 from rl360.engines.processes import EndProof
 from rl360.errors import Rl360Error
@@ -57,6 +57,7 @@ STOP_S = 5.0  # what is under way has so long to notice that the keeper stops
 RUNNING, STATE = "running_since", "state"  # what a slot's `ref` tells of its start, beside its launcher's names
 BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 PROBE_IDS = (1, 2)
+OUT = "out of the gateway"
 LEFTOVERS = "leftovers"  # no engine's name
 
 
@@ -69,6 +70,7 @@ class Watch:
     asked_at: float = 0.0
     starts: int = 0
     not_before: float = 0.0
+    twin: str = ""
 
 
 @dataclass
@@ -152,14 +154,16 @@ class Keeper:
 
     async def round(self) -> None:
         """Look at every engine, then mend each; `LeaseLost` while this keeper may not act."""
+        if self.renewing is not None and self.renewing.done() and not self.renewing.cancelled():
+            self.renewing.result()  # a defect in it is not a lease that ran out
         self.lease.check()
         before = state = await asyncio.to_thread(self.log.refresh)
         urls = {name: slot.url for name, slot in state.slots.items() if slot.url} | members(
             state, self.services.engine_urls
         )
-        seen = dict(
-            zip(urls, await asyncio.gather(*(self.look(state, name, url) for name, url in urls.items())), strict=True)
-        )
+        kept = holders(state, self.services.engine_urls)
+        looks = (self.look(state, kept, name, url) for name, url in urls.items())
+        seen = dict(zip(urls, await asyncio.gather(*looks), strict=True))
         try:
             workers = {worker.url: worker for worker in await self.gateway.workers()}
         except Rl360Error as error:
@@ -171,12 +175,15 @@ class Keeper:
                 watch.misses = 0  # engines are paused and busy: what they missed says nothing
             return
         state = await asyncio.to_thread(self.log.refresh)
+        kept = holders(state, self.services.engine_urls)
         if LEFTOVERS not in self.tasks:  # a launcher that does not answer keeps nobody from being mended
             self.tasks[LEFTOVERS] = asyncio.create_task(self.end_strays(state))
         for name in {**urls, **state.slots}:
             slot = state.slots.get(name)
             if slot != before.slots.get(name):
                 self.watch(name).misses = 0  # looked at before a push or a person moved it: that look is worth nothing
+            elif slot is not None and slot.state is not S.GONE and kept.get(slot.incarnation, name) != name:
+                self.leave(name, kept[slot.incarnation])
             elif name not in self.tasks:
                 found = seen.get(name, health.Seen(reason="its URL is not known yet"))
                 mending = self.mend(name, slot, found, workers)
@@ -198,18 +205,23 @@ class Keeper:
                 elif error is not None:
                     raise error
 
-    async def look(self, state: FleetState, name: str, url: str) -> health.Seen:
+    def leave(self, name: str, other: str) -> None:
+        """Two slots hold one engine: it is looked after, and ended, as the other one's only."""
+        if self.watch(name).twin != other:
+            self.say(f"{name}: is the same engine as {other} and left alone; then: rl360 fleet remove {name}")
+        self.watch(name).twin = other
+
+    async def look(self, state: FleetState, kept: Mapping[str, str], name: str, url: str) -> health.Seen:
         slot = state.slots.get(name)
         known = EngineIdentity(url=url, incarnation=slot.incarnation, process=slot.process) if slot else None
         seen = await health.look(self.client(url, slot), known, self.options.ping_s, self.options.look_s)
-        for other in state.slots.values():
-            same = seen.identity is not None and other.incarnation == seen.identity.incarnation
-            if same and other.name != name and other.member is not False and other.state not in (S.FENCED, S.GONE):
-                return health.Seen(reason=f"{other.name} answers at {url}: both have the same address or port")
-        return seen
+        other = kept.get(seen.identity.incarnation, name) if seen.identity is not None else name
+        if other == name:
+            return seen
+        return health.Seen(reason=f"{other} answers at {url}: both have the same address or port")
 
     def client(self, url: str, slot: Slot | None) -> EngineClient:
-        external = slot is not None and slot.launcher == "external"
+        external = is_external(slot, self.services.engine_urls)
         return EngineClient(url, self.http, self.options.look_s, token=self.token, external=external)
 
     def watch(self, name: str) -> Watch:
@@ -262,7 +274,7 @@ class Keeper:
         if slot.state is S.GONE:
             await self.replace(slot, seen)
         elif slot.state is S.FENCED:
-            await self.finish(slot, seen)
+            await self.finish(slot, seen, workers.get(slot.url))
         elif slot.state is S.DRAINING and slot.member is False:
             await self.drain(slot, seen)
         elif slot.state is S.SUSPECT:
@@ -304,7 +316,7 @@ class Keeper:
         elif slot.state is S.DRAINING:
             await self.write(slot, walk(slot, [S.JOINING], "released by a failed push; traffic after the next one"))
         elif slot.state is S.JOINING and worker is not None and worker.usable:
-            self.say(f"{slot.name}: got traffic while joining; {await self.out_of_gateway(slot.url)}")
+            self.say(f"{slot.name}: got traffic while joining; {await self.out_of_gateway(slot)}")
 
     async def idle_sample(self, slot: Slot, watch: Watch) -> str:
         """`sample` when it is idle and none was asked for a while."""
@@ -320,7 +332,7 @@ class Keeper:
         """One sampled token; what was wrong, else empty."""
         assert self.vocabulary is not None  # asked by both callers
         ids = tuple(item % self.vocabulary for item in PROBE_IDS)
-        token = None if slot.launcher == "external" else self.token
+        token = None if is_external(slot, self.services.engine_urls) else self.token
         problem = await health.generate(slot.url, self.http, ids, self.vocabulary, self.options.generate_s, token)
         paused = bool(problem and await asyncio.to_thread(fence.open_intents, self.store))
         return "" if paused else problem
@@ -340,7 +352,7 @@ class Keeper:
         """No traffic from here on; it may still answer again."""
         held = await self.write(slot, walk(slot, [S.SUSPECT], reason, holds=True))
         if held is not None:
-            await self.out_of_gateway(slot.url)
+            await self.out_of_gateway(slot)
         return held
 
     async def judge(self, slot: Slot, seen: health.Seen) -> None:
@@ -348,7 +360,7 @@ class Keeper:
         that answers again joins."""
         watch = self.watch(slot.name)
         problem = seen.reason
-        await self.out_of_gateway(slot.url)  # also when it was out: the keeper before may have died over it
+        await self.out_of_gateway(slot)  # also when it was out: the keeper before may have died over it
         if slot.member is False:
             await self.fence(slot, slot.reason)
             return
@@ -395,7 +407,7 @@ class Keeper:
             held = await self.write(slot, walk(slot, [S.SUSPECT], reason, holds=True))
         if held is None:
             return None
-        out = await self.out_of_gateway(held.url)
+        out = await self.out_of_gateway(held)
         held = await self.write(held, walk(held, [S.FENCED], reason, evidence=out, holds=True))
         return None if held is None else await self.bury(held, await self.ended(held), out)
 
@@ -409,14 +421,17 @@ class Keeper:
             return await self.write(slot, walk(slot, [S.FENCED], slot.reason, evidence=told))
         return slot
 
-    async def finish(self, slot: Slot, seen: health.Seen) -> None:
-        """fenced: ended when its keeper died over it, looked at again when its end was not proven, or replaced."""
+    async def finish(self, slot: Slot, seen: health.Seen, worker: Worker | None) -> None:
+        """fenced: ended when its keeper died over it, looked at again when its end was not proven, or replaced. Out of
+        the gateway again when that did not answer, or somebody put it back."""
         if seen.identity is not None and seen.identity.incarnation != slot.incarnation and slot.member is not False:
             await self.arrived(slot, seen.identity)
         elif slot.owner is not None:
-            out = await self.out_of_gateway(slot.url)
+            out = await self.out_of_gateway(slot)
             await self.bury(slot, await self.ended(slot), out)
         else:
+            if worker is not None and worker.status != "draining" and await self.out_of_gateway(slot) == OUT:
+                self.say(f"{slot.name}: got traffic while fenced; {OUT}")
             proof = await self.proof(slot)
             if proof.gone:
                 await self.bury(slot, proof)
@@ -512,7 +527,7 @@ class Keeper:
 
     async def drain(self, slot: Slot, seen: health.Seen) -> None:
         """draining for good: no new requests, those in flight may end, then it is ended."""
-        out = await self.out_of_gateway(slot.url)
+        out = await self.out_of_gateway(slot)
         late = time.time() - slot.since > self.options.drain_s
         left = await health.in_flight(slot.url, self.http, self.options.ping_s) if seen.identity else 0
         if left != 0 and not late:  # None: it did not say
@@ -543,29 +558,41 @@ class Keeper:
             return EndProof(gone=True, evidence=f"a person confirmed that it is gone; {proof.evidence}")
         return proof
 
-    async def out_of_gateway(self, url: str) -> str:
-        """Take it out; evidence of it, also when the gateway is down: then nobody gets there through it."""
-        if not url:
+    async def out_of_gateway(self, slot: Slot) -> str:
+        """Take it out; evidence of it, also when the gateway is down: then nobody gets there through it. A URL that
+        another slot's engine has by now stays in."""
+        if not slot.url:
             return "was never in the gateway"
         self.lease.check()
+        for other in (await asyncio.to_thread(self.log.refresh)).slots.values():
+            if other.url == slot.url and other.name != slot.name and other.state in (S.LOADING, S.CONFIRMED, S.SERVING):
+                return f"{other.name} has its URL in the gateway now"
         try:
-            await self.gateway.remove(url, GATEWAY_S)
+            await self.gateway.remove(slot.url, GATEWAY_S, self.lease.check)
+        except LeaseLost:
+            raise
         except Rl360Error as error:
             return f"gateway did not answer: {error}"
-        return "out of the gateway"
+        return OUT
 
     async def end_strays(self, state: FleetState) -> None:
         """End what a launcher of ours started and the log doesn't know: its keeper died, or its start came late."""
         if time.monotonic() - self.strays_at < STRAYS_EVERY_S:
             return
         self.strays_at = time.monotonic()
-        for kind in sorted({slot.launcher for slot in state.slots.values()}):
-            launcher = self.launcher(next(slot for slot in state.slots.values() if slot.launcher == kind))
-            found = await launcher.find(self.options.look_s)
-            state = await asyncio.to_thread(self.log.refresh)  # after the look: a start is in the log before it is made
-            known = {f"{s.name}-{s.starts}" for s in state.slots.values() if s.state is not S.GONE}
-            for handle in found:
-                if handle.mark not in known:
-                    self.lease.check()
-                    proof = await launcher.end(handle, self.options.end_s)
-                    self.say(f"{handle.mark}: {kind} runs it and the log does not know it; {proof.evidence}")
+        for kind, slot in sorted({slot.launcher: slot for slot in state.slots.values()}.items()):
+            try:
+                await self._end_strays_of(self.launcher(slot))
+            except Rl360Error as error:  # the other launchers' are looked for all the same
+                self.say(f"{LEFTOVERS} of {kind}: {error}")
+
+    async def _end_strays_of(self, launcher: Launcher) -> None:
+        found = await launcher.find(self.options.look_s)
+        state = await asyncio.to_thread(self.log.refresh)  # after the look: a start is in the log before it is made
+        known = {f"{s.name}-{s.starts}": s.ref for s in state.slots.values() if s.state is not S.GONE}
+        for handle in found:
+            ref = known.get(handle.mark)  # a second job or pod of one start has other names than the log's
+            if ref is None or any(ref.get(key, value) != value for key, value in handle.ref.items()):
+                self.lease.check()
+                proof = await launcher.end(handle, self.options.end_s)
+                self.say(f"{handle.mark}: {launcher.kind} runs it and the log does not know it; {proof.evidence}")

@@ -219,7 +219,7 @@ class Lease:
             if lease is not None and fence.owner_runs(lease):
                 raise self._refused(token, "its process runs here")
             if token not in seen:
-                seen[token] = number, looked
+                seen[token] = number, time.monotonic()  # after the read: what it saw may be as young as its end
                 say(f"waits for keeper:{token} ({_where(self.store, token)}): it may renew its lease")
             elif seen[token][0] != number:
                 raise self._refused(token, "it renews its lease")

@@ -17,6 +17,7 @@ from rl360.engines.fleet_log import (
     Event,
     FleetLog,
     FleetState,
+    Slot,
     arrival,
     claim_is_over,
     push_owner,
@@ -28,6 +29,7 @@ from rl360.weights.fence import Intent, Store
 from rl360.weights.messages import PushRecord
 
 S = EngineState
+EXTERNAL = "external"  # launcher of somebody else's engines, added by their URL
 SUPERVISED = "supervised"  # launcher of the configured engines: something outside keeps a process at their URL
 _TO_LOADING = {
     S.JOINING: [S.LOADING],
@@ -49,6 +51,19 @@ _FROM_LOADING = {
 }
 
 
+def is_external(slot: Slot | None, configured: Sequence[str]) -> bool:
+    """Whether somebody else started it: our token is not shown to it. A URL that is configured is ours."""
+    return slot is not None and slot.launcher == EXTERNAL and slot.url not in {url.rstrip("/") for url in configured}
+
+
+def holders(state: FleetState, configured: Sequence[str]) -> dict[str, str]:
+    """Incarnation -> the slot that it belongs to: of two that hold one a configured engine's, else the earlier."""
+    ours = {f"engine-{number}" for number in range(len(configured))}
+    held = [s for s in state.slots.values() if s.incarnation and s.member is not False]
+    living = [s for s in reversed(held) if s.state not in (S.FENCED, S.GONE)]
+    return {slot.incarnation: slot.name for slot in sorted(living, key=lambda slot: slot.name in ours)}
+
+
 def members(state: FleetState, configured: Sequence[str]) -> dict[str, str]:
     """Name -> URL of every engine a push must reach; `configured` are the services' engine URLs."""
     found = {}
@@ -56,8 +71,10 @@ def members(state: FleetState, configured: Sequence[str]) -> dict[str, str]:
         slot = state.slots.get(f"engine-{number}")
         if slot is None or slot.member is not False:
             found[f"engine-{number}"] = url.rstrip("/")
+    kept = holders(state, configured)
     for slot in state.slots.values():
-        if slot.member and slot.url and slot.url not in found.values():
+        twice = slot.url in found.values() or kept.get(slot.incarnation, slot.name) != slot.name
+        if slot.member and slot.url and not twice:
             found[slot.name] = slot.url
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,7 +31,7 @@ from rl360.engines.fleet_log import (
     walk,
 )
 from rl360.engines.keeper_lease import dismiss
-from rl360.engines.members import SUPERVISED, members
+from rl360.engines.members import EXTERNAL, SUPERVISED, members
 from rl360.errors import BadInput, ServiceError
 from rl360.weights import fence
 
@@ -82,16 +82,26 @@ def start_more(log: FleetLog, services: Services, kind: str, count: int, by: str
     return names
 
 
-def add_external(log: FleetLog, engine: EngineIdentity, by: str, reason: str) -> str:
-    """Someone else's running engine."""
+def _not_twice(state: FleetState, name: str, engine: EngineIdentity, answering: Mapping[str, str]) -> None:
+    """`BadInput` when this engine is another slot's, whatever URL that one names."""
+    for held, incarnation in ({slot.name: slot.incarnation for slot in state.slots.values()} | {**answering}).items():
+        if incarnation == engine.incarnation and held != name:
+            raise BadInput(f"{engine.url} is {held} by another URL (incarnation {incarnation}): use {held} instead")
+
+
+def add_external(
+    log: FleetLog, engine: EngineIdentity, by: str, reason: str, answering: Mapping[str, str] | None = None
+) -> str:
+    """Someone else's running engine. `answering`: names of the fleet's engines -> incarnation that answers there."""
     names: list[str] = []
 
     def decide(state: FleetState) -> list[Event]:
         if any(slot.url == engine.url for slot in state.slots.values()):
             return []
-        names[:] = _free_names(state, "external", 1)
+        _not_twice(state, "", engine, answering or {})
+        names[:] = _free_names(state, EXTERNAL, 1)
         said = {"incarnation": engine.incarnation, "process": engine.process, "reason": reason, "member": True}
-        return [Event(engine=names[0], url=engine.url, launcher="external", to=S.JOINING, **said)]
+        return [Event(engine=names[0], url=engine.url, launcher=EXTERNAL, to=S.JOINING, **said)]
 
     state = log.append(f"person:{by}", decide)
     return next(slot.name for slot in state.slots.values() if slot.url == engine.url)
@@ -170,6 +180,8 @@ def take_back(log: FleetLog, name: str, now: EngineIdentity | None, by: str, rea
         slot = state.slots.get(name)
         if slot is None or (slot.member is not False and slot.state not in (S.FENCED, S.GONE)):
             raise BadInput(f"{name} is in the fleet; nothing to add")
+        if now is not None:
+            _not_twice(state, name, now, {})
         member = None if slot.launcher == SUPERVISED else True
         fresh: dict[str, Any] = {
             "incarnation": "",

@@ -7,12 +7,14 @@ means that the trainer is elsewhere (another run, another version) and is `Train
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import httpx
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from rl360.engines.client import TRICKLE_S
 from rl360.errors import BadInput, CorruptObject, ReplayMismatch, Rl360Error, ServiceError, WitnessDisagrees
 from rl360.weights.messages import ChecksumReply, ChecksumRequest, PushPlan, TransferReport
 
@@ -50,14 +52,12 @@ class TrainerClient:
         deadline = self.deadline_s if deadline_s is None else deadline_s
         where = f"trainer {self.url}{path}"
         try:
-            reply = await self._http.request(
-                method,
-                self.url + path,
-                content=body,
-                headers=self._headers,
-                timeout=httpx.Timeout(deadline, connect=min(deadline, 5.0)),
-            )
-        except httpx.TimeoutException:
+            timeout = httpx.Timeout(deadline, connect=min(deadline, 5.0))
+            async with asyncio.timeout(deadline + TRICKLE_S):
+                reply = await self._http.request(
+                    method, self.url + path, content=body, headers=self._headers, timeout=timeout
+                )
+        except (httpx.TimeoutException, TimeoutError):
             raise ServiceError(f"{where}: no answer within {deadline:g} s") from None
         except httpx.HTTPError as error:
             raise ServiceError(

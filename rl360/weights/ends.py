@@ -15,12 +15,12 @@ from rl360.config.services import Services
 from rl360.engines import launchers
 from rl360.engines.fleet import EngineIdentity, EngineState
 from rl360.engines.fleet_log import FleetLog, Slot, claim_is_over
+from rl360.engines.members import EXTERNAL, is_external
 from rl360.engines.processes import EndProof, end_tree
 
 END_DEADLINE_S = 45.0  # a killed process is gone at once; a pod has 30 s to end
 DOOR_S = 10.0  # for the door of an engine that is only barred
 SLACK_S = 5.0
-EXTERNAL = "external"
 _ENTRIES = 256  # of the log that are looked through for an incarnation whose place another one has
 
 
@@ -65,6 +65,6 @@ class Ends:
                 if event.to is EngineState.GONE and (event.url, event.incarnation) == (engine.url, engine.incarnation):
                     return EndProof(gone=True, evidence=f"the fleet's log calls it gone: {event.evidence}")
         slot = self.slot(engine.url)
-        if engine.external or (slot is not None and slot.launcher == EXTERNAL):
+        if engine.external or is_external(slot, self.services.engine_urls):
             return EndProof(gone=False, evidence="started by someone else, and another one has its place in the log")
         return await end_tree(engine.process, END_DEADLINE_S)

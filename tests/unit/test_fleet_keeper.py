@@ -552,7 +552,7 @@ def test_a_keeper_whose_lease_was_taken_does_nothing_more_and_ends(world: FleetW
             with pytest.raises(LeaseLost, match="ran out before it could be renewed"):
                 await keeper.round()
             with pytest.raises(LeaseLost):
-                await keeper.out_of_gateway(world.engines[0].url)
+                await keeper.out_of_gateway(world.slot())
             assert await keeper.suspect(world.slot(), "late") is None
             with pytest.raises(LeaseLost, match=r"keeper:\w+ took over"):
                 keeper.lease.renew({})

@@ -3,8 +3,9 @@
 The job is `infra/slurm/engine.sh` (or `slurm/engine.sh` in the home); the engine's arguments are the script's, so that
 nothing is pasted into shell text. One start is one job with a name of its own that is not requeued. Proof of an end:
 squeue lists the job no more (one whose processes still end is COMPLETING and listed) and sacct calls it ended: by
-itself, by scancel or by a limit; or neither knows a job of that name. NODE_FAIL and its like say that Slurm lost sight
-of the node, not that the processes are gone. Jobs may share a node, so each engine of the fleet has a port of its own.
+itself, by scancel or by a limit. A start whose number nobody learned and whose name neither knows is not proven gone.
+NODE_FAIL and its like say that Slurm lost sight of the node, not that the processes are gone. Jobs may share a node, so
+each engine of the fleet has a port of its own.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class SlurmLauncher:
     async def proof(self, handle: Handle, deadline_s: float) -> EndProof:
         job = await self._number(handle, deadline_s)
         if not job:
-            return EndProof(gone=True, evidence=f"neither squeue nor sacct knows a job {self._job(handle.mark)}")
+            unknown = f"neither squeue nor sacct knows a job {self._job(handle.mark)}"
+            return EndProof(gone=False, evidence=f"{unknown}; sbatch may have queued one whose number was lost")
         flags = ["--noheader", f"--jobs={job}", "--format=%T|%N"]
         listed = (await self._run(["squeue", *flags], deadline_s, unknown_ok=True)).strip()
         if listed:
