@@ -161,10 +161,12 @@ class _Push:
         """Ask every engine that is the fleet's now: the configured and the added ones, without the removed."""
         state = await asyncio.to_thread(self.log.refresh)
         self.members = self.ends.names = fleet_members.members(state, self.services.engine_urls)
-        others = {slot.url for slot in state.slots.values() if slot.launcher == "external"}
-        self.external = others - {url.rstrip("/") for url in self.services.engine_urls}
-        # an engine that is named twice is one engine
-        return await probe_fleet([self.client(url) for url in dict.fromkeys(self.members.values())], deadline_s)
+        configured = self.services.engine_urls
+        self.external = {s.url for s in state.slots.values() if fleet_members.is_external(s, configured)}
+        probes = await probe_fleet([self.client(url) for url in dict.fromkeys(self.members.values())], deadline_s)
+        # an engine that is named twice, or by two URLs, is one engine: the first name's
+        one = {probe.identity.incarnation if probe.identity else probe.url: probe for probe in reversed(probes)}
+        return list(reversed(one.values()))
 
     async def io(self, call: Callable[..., Any], *args: Any) -> Any:
         """The store blocks; keep it off the event loop."""
