@@ -1,8 +1,8 @@
 """Leases: whose a sandbox is and until when, written on the sandbox itself, so that whoever finds it can tell.
 
-Never removed by a reaper: what a living process owns, and what nobody can tell to be ownerless. A process of another
-host can't be seen; what it made is left alone until its lease has run out, which no living owner lets happen: it stops
-a sandbox by its own clock, and the provider's end of life is set to the same moment.
+Never removed by a reaper: what a living process owns or one of another host, which can't be seen, may own, and what
+nobody can tell to be ownerless. The first two only until a while after the lease: an owner stops a sandbox by its own
+clock before that, and the provider's end of life is set to the same moment; what is still there could not be stopped.
 """
 
 from __future__ import annotations
@@ -68,13 +68,15 @@ class Lease:
         pid, _, started = process.partition("/")
         if not where or not pid.isdecimal() or not started:
             return LeaseState.UNKNOWN
-        if where == _here():
-            return LeaseState.HELD if _started(int(pid)) == started else LeaseState.ORPHANED
         try:
-            expires = float(self.labels.get(EXPIRES, ""))
+            over = now > float(self.labels.get(EXPIRES, "")) + GRACE_S
         except ValueError:
             return LeaseState.UNKNOWN
-        return LeaseState.EXPIRED if now > expires + GRACE_S else LeaseState.ELSEWHERE
+        if where != _here():
+            return LeaseState.EXPIRED if over else LeaseState.ELSEWHERE
+        if _started(int(pid)) != started:
+            return LeaseState.ORPHANED
+        return LeaseState.EXPIRED if over else LeaseState.HELD
 
     def row(self, now: float) -> dict[str, str]:
         """For people and programs: labels without the `rl360.` in front."""

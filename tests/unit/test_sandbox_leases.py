@@ -19,12 +19,15 @@ def lease(**given: str) -> Lease:
     return Lease("docker", "x", {OWNER: owner(), EXPIRES: "0", **given})
 
 
-def test_what_a_living_process_owns_is_held_however_old_it_is() -> None:
-    assert lease().state(NOW) is LeaseState.HELD
+def test_what_a_living_process_owns_is_held_as_long_as_its_lease_can_run() -> None:
+    assert lease().state(GRACE_S - 1) is LeaseState.HELD
+    assert lease().state(GRACE_S + 1) is LeaseState.EXPIRED  # its owner could not stop it
+    assert lease(**{EXPIRES: "nan"}).state(NOW) is LeaseState.HELD
+    assert lease(**{EXPIRES: "soon"}).state(NOW) is LeaseState.UNKNOWN
     with subprocess.Popen(["sleep", "60"]) as other:
         host, _, _ = owner().partition("/")
         ticks = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        theirs = lease(**{OWNER: f"{host}/{other.pid}/{ticks}"})
+        theirs = lease(**{OWNER: f"{host}/{other.pid}/{ticks}", EXPIRES: str(NOW)})
         assert theirs.state(NOW) is LeaseState.HELD
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie holds nothing
@@ -66,5 +69,5 @@ def test_nothing_unreadable_is_ever_reaped(who: str, when: str) -> None:
 def test_labels_say_whose_and_until_when() -> None:
     made = labels("n", "d", 60, {"run": "r", "attempt": "a/b", "owner": "spoofed"})
     assert made["rl360.run"] == "r" and made["rl360.attempt"] == "a/b" and made[OWNER] == owner()
-    row = Lease("docker", "x", made).row(NOW)
+    row = Lease("docker", "x", made).row(0.0)
     assert row["state"] == "held" and row["run"] == "r" and row["name"] == "n" and row["deployment"] == "d"

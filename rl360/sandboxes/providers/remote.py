@@ -5,7 +5,7 @@
   shows up or its lease ends, because it may be carried out late;
 - files go in before the agent's first command and come out after its last process is ended, as a capped tar; `/tests`
   and `/logs/verifier` are in the verifier's sandbox alone;
-- stopped means that the system itself says that it has no such sandbox;
+- stopped means that the system itself says that it has no such sandbox; a stop without that word is tried again;
 - what goes wrong on the way is the provider's (`by_contents=False`), never the policy's, unless the system says so.
 """
 
@@ -52,6 +52,7 @@ TOO_MUCH = (403, 429, 503)  # a quota, a rate
 LATE_S = 900.0  # how long a create without an answer is looked for
 CARRY_S = 60.0
 POLL_S = 0.2
+WATCH_S = 0.5  # before what has no proven end is looked at again; doubled each time
 TIMED_OUT, KILLED = 124, 137
 # PID 1: forks nothing, so that a full process table does not end it; the kernel reaps what it inherits, as it ignores
 # SIGCHLD (only bash passes that on), so that no zombies fill the table; ends with the lease
@@ -235,6 +236,8 @@ class RemoteSandbox:
             self._proof = await end_surely(self._daemon, self._box.ident, self.spec.name, deadline_s)
             if self._proof.confirmed:
                 self._provider.held.discard(self._name)
+            else:
+                self._provider.watch(self._name, self.spec, self._box.ident)
         return self._proof
 
 
@@ -267,7 +270,7 @@ class RemoteProvider(Rooted):
         super().__init__(root, None)
         self.daemon, self.deployment = daemon, deployment
         self.held: set[str] = set()
-        self._watches: set[asyncio.Task[None]] = set()
+        self._watches: dict[str, asyncio.Task[None]] = {}
 
     def refusal(self, needs: SandboxNeeds) -> str | None:
         if needs.build_instructions:
@@ -280,13 +283,15 @@ class RemoteProvider(Rooted):
         name = f"rl360-{sha256(spec.name.encode()).hexdigest()[:12]}-{uuid4().hex[:12]}"
         order = Order(name, labels(name, self.deployment, spec.lifetime_s, spec.labels), spec)
         self.held.add(name)
+        box = None
         try:
             async with asyncio.timeout(spec.start_timeout_s):
-                sandbox = RemoteSandbox(self, await self.daemon.start(order, spec.start_timeout_s), name)
+                box = await self.daemon.start(order, spec.start_timeout_s)
+                sandbox = RemoteSandbox(self, box, name)
                 await sandbox.fill(_parts(spec), spec.start_timeout_s)
                 return sandbox
         except BaseException as error:  # cancellation too: whatever ends a start, nothing of it may stay
-            undo = asyncio.ensure_future(self._undo(name, spec, error))
+            undo = asyncio.ensure_future(self._undo(name, spec, error, box))
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(undo)
             while not undo.done():
@@ -301,14 +306,11 @@ class RemoteProvider(Rooted):
             refused = isinstance(error, Refused) and error.status in TOO_MUCH
             raise SandboxStartError(f"sandbox {spec.name}: {why}{unclean}", proof, refused=refused) from None
 
-    async def _undo(self, name: str, spec: SandboxSpec, error: BaseException) -> StopProof:
+    async def _undo(self, name: str, spec: SandboxSpec, error: BaseException, box: Box | None) -> StopProof:
         """Remove what a failed create made; a create without a last word is looked for as long as it may be done."""
         started = time.monotonic()
         try:
-            proofs = [
-                await end_surely(self.daemon, lease.ident, spec.name, UNDO_S)
-                for lease in await self.daemon.listed({NAME: name}, UNDO_S)
-            ]
+            proofs = [await end_surely(self.daemon, ident, spec.name, UNDO_S) for ident in await self._made(name, box)]
         except Rl360Error as problem:
             proofs, why = [], f"{problem}"
         else:
@@ -316,28 +318,36 @@ class RemoteProvider(Rooted):
                 self.held.discard(name)
                 return proofs[0]
             why = "; ".join(proof.evidence for proof in proofs) or "not listed yet"
-            if not proofs and isinstance(error, Refused):
+            if not proofs and isinstance(error, Refused) and error.status < 500:  # a proxy's 5xx refuses nothing
                 self.held.discard(name)
                 return StopProof(True, f"refused, and none is listed as {name}", time.monotonic() - started)
-        watch = asyncio.create_task(self._watch(name, spec))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
+        self.watch(name, spec, None if box is None else box.ident)
         evidence = f"{name} may still be made: {why}; looked for until it is found, or by `rl360 sandboxes reap`"
         return StopProof(False, evidence, time.monotonic() - started)
 
-    async def _watch(self, name: str, spec: SandboxSpec) -> None:
-        until = time.monotonic() + min(LATE_S, spec.lifetime_s)
-        pause_s = 0.5
+    async def _made(self, name: str, box: Box | None) -> list[str]:
+        """What there is of a create: the sandbox itself, or what is listed under its name."""
+        return [box.ident] if box else [lease.ident for lease in await self.daemon.listed({NAME: name}, UNDO_S)]
+
+    def watch(self, name: str, spec: SandboxSpec, ident: str | None) -> None:
+        """Try again in the background to end one that has, or whose create may still give it, no proven end."""
+        if name not in self._watches:
+            watch = self._watches[name] = asyncio.create_task(self._watch(name, spec, ident))
+            watch.add_done_callback(lambda _: self._watches.pop(name))
+
+    async def _watch(self, name: str, spec: SandboxSpec, ident: str | None) -> None:
+        until = time.monotonic() + (LATE_S if ident else min(LATE_S, spec.lifetime_s))
+        pause_s = WATCH_S
         while time.monotonic() < until:
             await asyncio.sleep(pause_s)
             pause_s = min(30.0, 2 * pause_s)
             with contextlib.suppress(Rl360Error):
-                found = await self.daemon.listed({NAME: name}, UNDO_S)
-                proofs = [await end_surely(self.daemon, lease.ident, spec.name, UNDO_S) for lease in found]
+                found = [ident] if ident else await self._made(name, None)
+                proofs = [await end_surely(self.daemon, one, spec.name, UNDO_S) for one in found]
                 if proofs and all(proof.confirmed for proof in proofs):
-                    log.warning("sandbox %s appeared after its create had failed: %s", spec.name, proofs[0].evidence)
+                    log.warning("sandbox %s was ended late: %s", spec.name, proofs[0].evidence)
                     break
-        self.held.discard(name)  # whatever comes now is nobody's, and the next reap's
+        self.held.discard(name)  # whatever is there now is nobody's, and the next reap's
 
     async def reap(self) -> list[str]:
         """What no living process owns, and what this one made and does not know; then folders of an earlier server."""
@@ -348,7 +358,7 @@ class RemoteProvider(Rooted):
         return lines
 
     async def aclose(self) -> None:
-        for watch in list(self._watches):
+        for watch in list(self._watches.values()):
             watch.cancel()
         await self.daemon.close()
         self.close()
@@ -383,7 +393,7 @@ async def reap(daemon: Daemon, deployment: str, held: set[str] | None = None, dr
     lines = []
     for lease in leases:
         own = held is not None and lease.labels.get(OWNER) == owner()
-        nobodys = lease.labels.get(NAME) not in (held or ()) if own else lease.state(time.time()) in REAPABLE
+        nobodys = lease.state(time.time()) in REAPABLE or (own and lease.labels.get(NAME) not in (held or ()))
         if not nobodys:
             continue
         what = f"{lease.provider} {lease.ident} ({lease.labels.get(NAME, 'no name')})"
