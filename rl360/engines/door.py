@@ -23,7 +23,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from enum import StrEnum
 from typing import Any
@@ -50,7 +50,6 @@ OPEN = frozenset(
         "/",
         "/ping",
         "/health",
-        "/health_generate",
         "/ready",
         "/metrics",
         "/metrics/",
@@ -81,9 +80,12 @@ CONTROL = frozenset(
         "/weights_checker",
         "/flush_cache",
         "/abort_request",
+        "/remote_instance_transfer_engine_info",
     )
 )
-_GENERATES = frozenset(("/generate", "/tokenize", "/detokenize"))  # with all of /v1/: for whom an engine is admitted
+_GENERATES = frozenset(
+    ("/generate", "/health_generate", "/tokenize", "/detokenize")
+)  # with all of /v1/: for whom an engine is admitted
 _KEEPS_SERVING = frozenset((PAUSE, "/rl360/pull"))  # a later epoch's calls that alone do not end the admission
 _EPOCH = EPOCH_HEADER.lower().encode()
 _BODY_BYTES = 64 << 10
@@ -139,7 +141,7 @@ class Doorkeeper:
         self.puller, self.strict = puller, strict
         self.hold_requests, self.hold_s = hold_requests, hold_s
         self.waiting = 0
-        self.counts: Counter[str] = Counter()  # of requests: held, and refused as barred, too_many, too_long
+        self.counts: Counter[str] = Counter()  # of requests: held, and refused as barred, too_many, too_long, left
         self.bearer = None if token is None else b"Bearer " + token.encode()
         self.epoch = 0
         self.admitted_epoch = 0
@@ -196,27 +198,33 @@ class Doorkeeper:
         self.governed = True
         self._move(Phase.BARRED, body.reason)
 
-    async def may_generate(self) -> None:
+    async def may_generate(self, client: _Client) -> None:
         """Returns when a request may go on to the engine; `Refused` when it may not."""
         if self.phase is Phase.HELD:
-            await self._hold()
+            await self._hold(client)
         if self.phase is Phase.BARRED:
             raise self._not_serving("barred", "")
 
-    async def _hold(self) -> None:
-        """Wait for the end of the push, within the limits."""
+    async def _hold(self, client: _Client) -> None:
+        """Wait for the end of the push, within the limits. A client that leaves gives up its place."""
         if self.waiting >= self.hold_requests:
             raise self._not_serving("too_many", f", and {self.waiting} requests wait, the limit (--hold-requests)")
         self.counts["held"] += 1
         self.waiting += 1
+        gone = asyncio.ensure_future(client.left())
         try:
             async with asyncio.timeout(self.hold_s):
-                while self.phase is Phase.HELD:
-                    await self._moved.wait()
+                while self.phase is Phase.HELD and not gone.done():
+                    moved = asyncio.ensure_future(self._moved.wait())
+                    await asyncio.wait({gone, moved}, return_when=asyncio.FIRST_COMPLETED)
+                    moved.cancel()
         except TimeoutError:
             raise self._not_serving("too_long", f"; waited {self.hold_s:g} s, the limit (--hold-s)") from None
         finally:
             self.waiting -= 1
+            gone.cancel()  # it waits for the next message, and takes none with it
+        if gone.done() and self.phase is Phase.HELD:
+            raise self._not_serving("left", "; the client left")
 
     def _not_serving(self, kind: str, why: str) -> Refused:
         self.counts[kind] += 1
@@ -236,6 +244,21 @@ class Doorkeeper:
         raise Refused(401, "send Authorization: Bearer <token> of this deployment")
 
 
+class _Client:
+    """What a client sends. `left` reads ahead, for the engine, until the client has gone."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._ahead: deque[MutableMapping[str, Any]] = deque()
+
+    async def left(self) -> None:
+        while not self._ahead or not self._ahead[-1]["type"].endswith(".disconnect"):
+            self._ahead.append(await self._receive())
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        return self._ahead.popleft() if self._ahead else await self._receive()
+
+
 class Door:
     """The middleware. A path is open, generation, or a control call; one not known here has to pass as both."""
 
@@ -243,27 +266,27 @@ class Door:
         self.app, self.keeper = app, keeper
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = None
+        reply, client = None, _Client(receive)
         if scope["type"] != "lifespan" and scope["path"] not in OPEN:
             path = scope["path"]
             generates = path in _GENERATES or path.startswith("/v1/")
             try:
                 self.keeper.check_caller(scope)
                 if not (generates and self.keeper.phase is Phase.SERVING):
-                    reply = await self._pass(scope, receive, generates)
+                    reply = await self._pass(scope, client, generates)
             except Refused as refused:
                 await _answer(scope, send, refused.status, {"error": str(refused)})
                 return
         if reply is None:
-            await self.app(scope, receive, send)
+            await self.app(scope, client.receive, send)
         else:
             await _answer(scope, send, 200, reply)
 
-    async def _pass(self, scope: Scope, receive: Receive, generates: bool) -> dict[str, Any] | None:
+    async def _pass(self, scope: Scope, client: _Client, generates: bool) -> dict[str, Any] | None:
         """None: SGLang is to answer. Else the door's own answer."""
         path, keeper = scope["path"], self.keeper
         if path.startswith("/rl360/"):
-            return await self._own(scope.get("method", ""), path, receive)
+            return await self._own(scope.get("method", ""), path, client.receive)
         if not generates:
             epoch = _epoch_of(scope)
             if epoch is not None:
@@ -271,7 +294,7 @@ class Door:
             elif keeper.strict:
                 raise Refused(409, f"{path} is an act of a push: send its {EPOCH_HEADER}")
         if path not in CONTROL:
-            await keeper.may_generate()
+            await keeper.may_generate(client)
         return None
 
     async def _own(self, method: str, path: str, receive: Receive) -> dict[str, Any]:

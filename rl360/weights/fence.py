@@ -214,6 +214,15 @@ def write_end(store: Store, record: PushRecord) -> bool:
     return put_mine(store, end_key(record.epoch), record.model_dump_json().encode())
 
 
+def is_over(store: Store, intent: Intent) -> bool:
+    """Whether this push has no epoch to go on with: a later one closed it, another took it, or it was never written."""
+    try:
+        mine = store.get(intent_key(intent.epoch)) == intent.model_dump_json().encode()
+    except KeyError:
+        return True
+    return not mine or store.exists(end_key(intent.epoch))
+
+
 def is_gone_confirmed(store: Store, engine: EngineIdentity) -> bool:
     return store.exists(gone_key(engine.url, engine.incarnation))
 

@@ -187,15 +187,17 @@ class _Push:
                 return recorded
             last = await self.io(fence.last_record) if recorded is None and self.step is not None else None
             if last is not None and last.version == self.version and await self.still_holds(last):
-                # a step that trained nothing makes no new version: what engines hold already is its result
-                return await self.keep(self.already_held(last))
+                await self.io(fence.note_version, self.run, self.version)
+                # a step that trained nothing makes no new version: what engines hold already is its result. So is a
+                # push of this step that was killed after its epoch had ended, as it is
+                return await self.keep(last if last.step == self.step else self.already_held(last))
         with self.phase("probe"):
             # a receiver may sit in a broadcast of the unfinished push until that one's deadline
             patience_s = max([self.probe_deadline_s, *(with_slack_s(i.call_deadline_s) for i in intents)])
             probes = await self.probe_members(patience_s)
-            await require_access([self.client(probe.url) for probe in probes if probe.identity is not None])
         with self.phase("freeze"):
             frozen = await self.freeze(epoch, intents, probes)
+            await require_access([self.client(engine.url) for engine in frozen.members])
         with self.phase("expect"):
             held = await self.trainer.checksums(self.run, self.version, self.config.call_deadline_s)
             check_against_model(held, await asyncio.to_thread(model_shapes, self.services.model_dir))
@@ -237,13 +239,17 @@ class _Push:
             found.append((probe.identity, client))
         if await self.io(fence.open_intents):
             return False  # a push has begun meanwhile: who gets traffic is its business
-        serving = 0
+        serving, theirs = set[str](), set[str]()
         for engine, client in found:
             if await asyncio.to_thread(fleet_members.serves_again, self.log, self.members, engine, record):
                 await self.gateway.add(engine.url, GATEWAY_DEADLINE_S, client.token)
-                serving += 1  # else another owner is at it, and sees to its traffic
-        await self.gateway.keep_only({engine.url for engine, _ in found}, GATEWAY_DEADLINE_S)
-        return serving >= self.config.min_engines
+                serving.add(engine.url)
+            elif await asyncio.to_thread(self.ends.held, self.ends.slot(engine.url)):
+                theirs.add(engine.url)  # another owner is at it, and sees to its traffic
+        if await self.io(fence.open_intents):
+            return False  # again: adding takes time, and a push that began meanwhile was not met
+        await self.gateway.keep_only(serving | theirs, GATEWAY_DEADLINE_S)
+        return len(serving) >= self.config.min_engines
 
     async def freeze(self, epoch: int, intents: list[fence.Intent], probes: list[Probe]) -> _Frozen:
         """The receivers: every engine that answers and that this push may take. Touches nothing. Too few are waited
@@ -285,6 +291,10 @@ class _Push:
     async def settle(self, frozen: _Frozen, receivers: Receivers) -> None:
         """Every receiver of every unfinished push is ours now, or its end is proven; those pushes are over."""
         notes: list[fence.Unconfirmed] = []
+        for old in frozen.intents:  # first: whatever ends this, those that answer are let go and stay out of traffic
+            for slot in receivers.slots:
+                if any((e.url, e.incarnation) == (slot.url, slot.identity.incarnation) for e in old.engines):
+                    slot.taken_over(old.group_name)
         for intent, engine in frozen.dark:
             proof = await self.ends.end(engine)
             if not proof.gone:
@@ -299,9 +309,6 @@ class _Push:
                     text += f" ({error})"
             raise CleanupUnconfirmed(text)
         for old in frozen.intents:
-            for slot in receivers.slots:
-                if any((e.url, e.incarnation) == (slot.url, slot.identity.incarnation) for e in old.engines):
-                    slot.taken_over(old.group_name)
             await self.io(fence.write_end, self.superseded(old, frozen.epoch))
 
     async def clear_out(self, receivers: Receivers, probes: list[Probe]) -> None:
@@ -337,19 +344,25 @@ class _Push:
         receivers = await self.receivers(intent)
         last = await self.io(fence.last_confirmed, self.run)
         self.choose_transport(last)
+        stale, newest = [old.group_name for old in frozen.intents], await self.io(fence.last_record)
+        if newest is not None and newest.status is PushStatus.FAILED and newest.engines:
+            # its engines have left the group, which the trainer may still think that they are in
+            was = EngineSet(epoch=newest.epoch, engines=tuple(engine.identity for engine in newest.engines))
+            stale.append(group_name(was))
         fence.mark_running(owner, True)
         try:
-            await self.io(fence.write_intent, intent)
-            return await self.pushed(receivers, frozen, held, last)
+            return await self.pushed(receivers, frozen, held, last, stale)
         finally:
             fence.mark_running(owner, False)
 
     async def pushed(
-        self, receivers: Receivers, frozen: _Frozen, held: ChecksumReply, last: PushRecord | None
+        self, receivers: Receivers, frozen: _Frozen, held: ChecksumReply, last: PushRecord | None, stale: list[str]
     ) -> PushRecord:
-        """`carry`, once its intent is written."""
+        """`carry`, from the writing of its intent on: one that may be written is closed, however this ends."""
         record = None
         try:
+            if (refusal := await _to_its_end(self.io(fence.write_intent, receivers.intent))) is not None:
+                raise refusal
             with self.phase("settle"):
                 await self.settle(frozen, receivers)
                 refused = await asyncio.to_thread(fleet_members.claim, self.log, self.members, receivers.intent)
@@ -357,7 +370,7 @@ class _Push:
                 await self.clear_out(receivers, frozen.probes)
                 if len(receivers.slots) < self.config.min_engines:
                     raise self.too_few(receivers.slots, frozen.probes)
-            report = await self.deliver(receivers, held, [old.group_name for old in frozen.intents])
+            report = await self.deliver(receivers, held, stale)
             record = self.record(receivers, held, report).compared(last)
             return await self.publish(record)
         finally:
@@ -469,7 +482,7 @@ class _Push:
     async def give_up(self, receivers: Receivers) -> None:
         """Release what the failed push holds, and close its intent when every receiver is accounted for."""
         if await receivers.is_over():
-            return  # a later push took the receivers over: they are its business now
+            return  # another push has the epoch, or took the receivers over: they are its business
         if await receivers.release():
             record = self.failed(receivers)
             await self.io(fence.write_end, record)
@@ -484,13 +497,12 @@ class _Push:
         return await self.recorded() or record
 
     async def publish(self, record: PushRecord) -> PushRecord:
-        """Write the confirmation: the step's record, the version, the end of the epoch. Returns the step's record."""
-        kept = await self.keep(record)
-        await self.io(fence.note_version, self.run, self.version)
+        """Write the confirmation, the end first: who was taken over writes nothing. Returns the step's record."""
         if not await self.io(fence.write_end, record):
             raise EngineChurn(f"push epoch {record.epoch} was taken over by a later push")
+        await self.io(fence.note_version, self.run, self.version)
         await asyncio.to_thread(fleet_members.settle, self.log, record)
-        return kept
+        return await self.keep(record)
 
     def already_held(self, last: PushRecord) -> PushRecord:
         """The record of a push that had nothing to send."""
@@ -539,7 +551,7 @@ def _named(intent: fence.Intent) -> dict[str, Any]:
     return intent.model_dump(include={"run", "step", "version", "epoch"})
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> BaseException | None:
+async def _to_its_end(work: Coroutine[Any, Any, Any]) -> BaseException | None:
     """What `work` failed by. A cancellation meanwhile counts once it is done: half let go, engines would stay paused.
     Each of its calls has a deadline."""
     task = asyncio.ensure_future(work)

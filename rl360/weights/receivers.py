@@ -132,10 +132,10 @@ class Receivers:
         return [(slot, error) for slot, error in zip(slots, results, strict=True) if isinstance(error, ServiceError)]
 
     async def is_over(self) -> bool:
-        """Whether a later push closed this epoch: the engines are its business then. An unreachable store counts as no:
-        no push gets far without one, and engines left paused would outlast its outage."""
+        """Whether another push took or closed this epoch: the engines are its business. An unreachable store counts
+        as no: no push gets far without one, and engines left paused would outlast its outage."""
         try:
-            return await asyncio.to_thread(self.store.exists, fence.end_key(self.intent.epoch))
+            return await asyncio.to_thread(fence.is_over, self.store, self.intent)
         except StoreUnavailable as error:
             self.notes.append(str(error))
             return False

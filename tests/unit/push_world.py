@@ -38,6 +38,13 @@ from tests.unit.push_trainer import Trainer
 
 REPEATABLE = (ServiceError, EngineChurn, StoreUnavailable)  # what a task tries again
 HELD_S = 20.0
+LETS_GO = {
+    "/rl360/bar",
+    "/abort_request",
+    "/destroy_weights_update_group",
+    "/end_weight_update",
+    "/continue_generation",
+}
 BOUND_S = 120.0  # no push of a few engines takes longer, whatever goes wrong, on a busy machine too
 
 _PUSHER: ContextVar[Pusher] = ContextVar("pusher")
@@ -208,7 +215,7 @@ class World:
         self.pusher: Pusher | None = None
         self.rivals = False  # several push at once
         self.seen: Counter[tuple[str, str]] = Counter()
-        self.attempt_number = self.touched = self.touched_before = self.points_of_a_push = 0
+        self.attempt_number = self.touched = self.changed = self.touched_before = self.points_of_a_push = 0
         self.events, self.log, self.violations = 0, list[str](), list[str]()
         self.hung: list[asyncio.Task[Any]] = []
         self.over = asyncio.Event()
@@ -375,6 +382,7 @@ class World:
     def check_touch(self, engine: Engine, path: str, epoch: int) -> None:
         """A push changes something on an engine: its intent names it; receivers of earlier ones are accounted for."""
         self.touched += 1
+        self.changed += path not in LETS_GO
         self.read_store()
         newest = epoch if self.rivals else max(self.intents, default=0)
         if newest not in self.intents or (newest in self.ends and not self.rivals):
@@ -383,6 +391,8 @@ class World:
         named = {(e.url, e.incarnation) for e in self.intents[newest].engines}
         if engine.url not in {url for url, _ in named}:
             self.violate(f"{path} to {engine.name}, which epoch {newest} does not name")
+        if path in LETS_GO:
+            return  # a refused push lets those go that answer; it writes nothing
         for epoch, intent in self.intents.items():
             ended = self.ends.get(epoch)
             if epoch >= newest or (ended is not None and ended.status is not PushStatus.SUPERSEDED):
@@ -403,7 +413,9 @@ class World:
         old = {intent.epoch for intent in before}
         noted = {
             note.identity.url for intent in self.unended() for note in fence.read_unconfirmed(self.store, intent.epoch)
-        } | {engine.url for intent in self.unended() if intent.epoch in old for engine in intent.engines}
+        }
+        if not isinstance(outcome, CleanupUnconfirmed):  # else its living receivers are let go before it is refused
+            noted |= {engine.url for intent in self.unended() if intent.epoch in old for engine in intent.engines}
         # whom a person declared gone is nobody's to wake
         noted |= {e.url for e in self.engines if self.store.exists(fence.gone_key(e.url, e.incarnation))}
         for engine in self.engines:

@@ -185,6 +185,82 @@ def test_what_waits_is_bounded_in_number_and_in_time_and_counted(folder: Path) -
     assert made.reached.count("/generate") == 1
 
 
+async def _ask(door: Door, sent: asyncio.Queue[dict[str, Any]]) -> int:
+    """A request whose client sends what is put into `sent`: the status of its answer."""
+    answered: list[Any] = []
+
+    async def send(message: Any) -> None:
+        answered.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "client": ("127.0.0.1", 5), "headers": []}
+    await door(scope, sent.get, send)  # type: ignore[arg-type]
+    return int(answered[0]["status"])
+
+
+def test_a_client_that_leaves_gives_up_its_place_and_what_stays_arrives_whole(folder: Path) -> None:
+    made = engine(folder, strict=True, hold_requests=2)
+    bodies: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] == "http.request":
+            bodies.append(message["body"])
+            if not message["more_body"]:
+                break
+        await made(scope, receive, send)
+
+    async def go() -> None:
+        await made.client(1).admit("r1:1")
+        await made.client(2).pause("retract")
+        sent: list[asyncio.Queue[dict[str, Any]]] = [asyncio.Queue(), asyncio.Queue()]
+        tasks = [asyncio.create_task(_ask(Door(app, made.keeper), queue)) for queue in sent]
+        for queue in sent:
+            queue.put_nowait({"type": "http.request", "body": b"a", "more_body": True})
+        await asyncio.sleep(0.02)
+        assert made.keeper.waiting == 2
+        sent[0].put_nowait({"type": "http.disconnect"})
+        assert await asyncio.wait_for(tasks[0], 5) == 503
+        assert (made.keeper.waiting, made.keeper.counts["left"]) == (1, 1)
+        await made.client(2).admit("r1:2")
+        sent[1].put_nowait({"type": "http.request", "body": b"b", "more_body": False})
+        assert await asyncio.wait_for(tasks[1], 5) == 200
+
+    run(go)
+    assert bodies == [b"a", b"b"]
+
+
+def test_what_a_push_asks_of_an_engine_that_is_not_admitted(folder: Path) -> None:
+    """Where its memory lies, for RDMA: between the pause and the admission. Not of an epoch that is over."""
+    made = engine(folder, strict=True)
+
+    async def go() -> None:
+        async def ask(epoch: int) -> int:
+            url = "/remote_instance_transfer_engine_info?rank=0"
+            return (await made.http().get(url, headers={"X-RL360-Epoch": f"{epoch}"})).status_code
+
+        await made.client(1).pause("retract")
+        assert await ask(1) == 200
+        await made.client(1).admit("r1:1")
+        await made.client(2).pause("retract")
+        assert await asyncio.wait_for(ask(2), 5) == 200
+        assert await ask(1) == 409
+
+    run(go)
+
+
+def test_what_generates_is_not_open(folder: Path) -> None:
+    made = engine(folder, strict=True, token=TOKEN)
+
+    async def go() -> None:
+        told = {"Authorization": f"Bearer {TOKEN}"}
+        assert (await made.http().get("/health_generate")).status_code == 401
+        assert (await made.http().get("/health_generate", headers=told)).status_code == 503
+        await made.client(1, TOKEN).admit("r1:1")
+        assert (await made.http().get("/health_generate", headers=told)).status_code == 200
+        assert (await made.http(FAR).get("/health")).status_code == 200
+
+    run(go)
+
+
 def test_a_push_may_leave_groups_while_the_engine_serves_and_no_later_one(folder: Path) -> None:
     """What a push made it may take down by name, before the admission and after it; an epoch that is over may not."""
     made = engine(folder, strict=True)

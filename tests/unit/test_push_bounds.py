@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,12 @@ from safetensors.numpy import save_file
 from test_weights_push import CONFIG, RUN, SHORT, World, assert_released, assert_serving
 
 from rl360.config.run import RunConfig
+from rl360.engines import members
 from rl360.engines.fleet import EngineIdentity, EngineState
-from rl360.errors import BadInput, CleanupUnconfirmed, CorruptObject, ServiceError, StoreUnavailable
+from rl360.errors import BadInput, CleanupUnconfirmed, CorruptObject, EngineChurn, ServiceError, StoreUnavailable
 from rl360.weights import fence
-from rl360.weights.messages import PushPlan, TransferReport
+from rl360.weights.messages import PushPlan, PushRecord, PushStatus, TransferReport
+from rl360.weights.receivers import Receivers
 from tasks import push_weights
 from tests.unit.memory_store import MemoryStore
 
@@ -85,7 +87,7 @@ def test_a_push_lets_its_engines_go_when_they_were_paused_for_long_enough(world:
 
     world.trainer.transfer = slow  # type: ignore[method-assign]
     began = time.monotonic()
-    config = CONFIG.model_copy(update={"call_deadline_s": 1.0, "deadline_s": 0.3})
+    config = CONFIG.model_copy(update={"deadline_s": 0.3})
     with pytest.raises(
         ServiceError, match=r"in its phase transfer engines had been paused for 0\.3 s.*push\.deadline_s"
     ):
@@ -337,3 +339,128 @@ def test_one_engine_that_took_every_tensor_is_named_and_the_path_stays(world: Wo
     record = world.push(2, DELTA)
     assert (record.path, record.changed) == ("disk_delta", "")
     assert [engine.note for engine in record.serving] == ["all tensors: no base", ""]
+
+
+# -- what it leaves when it does not come to its end -------------------------------------------------------------------
+
+
+def test_a_refused_push_lets_the_living_go(world: World) -> None:
+    """Of a killed push one receiver is dark, on a host nobody sees. The other may be half written: no traffic."""
+    world.local = False
+    dark, good = world.engines
+    world.leave_intent()
+    for engine in world.engines:
+        world.gateway.answer("POST", "/workers", {"url": engine.url})
+    dark.faults["*"] = "500"
+    with pytest.raises(CleanupUnconfirmed, match="not on this host"):
+        world.push(0)
+    assert not good.paused and not good.session and good.groups == set()
+    assert good.version == f"{RUN}:1#loading-1" and world.gateway.urls() == []
+    assert [intent.epoch for intent in fence.open_intents(world.store)] == [1]
+
+
+def test_the_trainer_meets_engines_anew_that_left_its_group_behind_a_good_transfer(world: World) -> None:
+    first = world.push(0)
+    for engine in world.engines:
+        engine.faults["/weights_checker"] = "500"
+    with pytest.raises(ServiceError, match="every engine refuses"):
+        world.push(1)
+    for engine in world.engines:
+        engine.faults.clear()
+    again, after = world.push(1), world.push(2)
+    assert [plan.stale_groups for plan in world.trainer.plans[2:]] == [(world.trainer.plans[0].group_name,), ()]
+    assert (again.rounds, again.way, after.way) == (1, first.way, first.way)
+
+
+class Written(MemoryStore):
+    """Calls `after` with the key of each object that was just put once, in the thread that put it."""
+
+    after: Callable[[str], None] = staticmethod(lambda key: None)
+
+    def put_once(self, key: str, data: bytes) -> bool:
+        fresh = super().put_once(key, data)
+        self.after(key)
+        return fresh
+
+
+@pytest.mark.parametrize("how", ["cancelled", "store"])
+def test_an_intent_that_was_written_though_nobody_was_told_is_closed(world: World, how: str) -> None:
+    world.store = store = Written()
+
+    async def go() -> None:
+        task = asyncio.ensure_future(world.push_async(0))
+        loop = asyncio.get_running_loop()
+
+        def strike(key: str) -> None:
+            if key == fence.intent_key(1) and how == "cancelled":
+                loop.call_soon_threadsafe(task.cancel)
+            elif key == fence.intent_key(1):
+                raise StoreUnavailable("no reply")
+
+        store.after = strike
+        await task
+
+    with pytest.raises((asyncio.CancelledError, StoreUnavailable)):
+        asyncio.run(go())
+    assert fence.open_intents(store) == []
+    assert fence.read_end(store, 1).status is PushStatus.FAILED  # type: ignore[union-attr]
+    assert not [path for engine in world.engines for path, _ in engine.calls if path == "/pause_generation"]
+    assert world.push(0).epoch == 2
+
+
+def test_an_epoch_that_another_push_took_is_not_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fence, "look", lambda store: (1, []))  # its listing was older than the other's intent
+    world.leave_intent()
+    with pytest.raises(ServiceError, match="epoch 1 was taken by another push"):
+        world.push(0)
+    assert fence.read_end(world.store, 1) is None and all(engine.paused for engine in world.engines)
+
+
+def test_a_pusher_whose_epoch_was_closed_writes_no_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = Receivers.serve
+
+    async def overtaken(receivers: Receivers, version: str, flush: bool) -> None:
+        await serve(receivers, version, flush)
+        world.store.put(fence.end_key(1), b"{}")
+
+    monkeypatch.setattr(Receivers, "serve", overtaken)
+    with pytest.raises(EngineChurn, match="taken over by a later push"):
+        world.push(0)
+    assert not [key for key in world.store.objects if key.endswith("push.json") or "_fleet/versions/" in key]
+
+
+def test_a_push_that_is_killed_once_its_epoch_has_ended_is_its_steps_record(world: World) -> None:
+    world.store = store = Written()
+
+    def die(key: str) -> None:
+        if key == fence.end_key(1):
+            store.after = lambda key: None
+            raise KeyboardInterrupt
+
+    store.after = die
+    with pytest.raises(KeyboardInterrupt):
+        world.push(0)
+    record = world.push(0)
+    assert (record.epoch, record.step, record.rounds, record.reason) == (1, 0, 1, "") and record.bytes > 0
+    assert PushRecord.model_validate_json(store.get(f"{RUN}/steps/000000/push.json")) == record
+    assert f"_fleet/versions/{RUN}/00000001" in store.objects and len(world.trainer.plans) == 1
+
+
+def test_who_gets_traffic_is_left_to_a_push_that_began_meanwhile(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.push(0)
+    world.gateway.answer("POST", "/workers", {"url": "http://127.0.0.1:9"})
+    before, look_again = world.gateway.urls(), members.serves_again
+
+    def begins(*told: Any) -> bool:
+        if not fence.open_intents(world.store):
+            intent = world.leave_intent(2)
+            running = intent.owner.model_copy(update={"process": fence.new_owner().process})
+            told_so = intent.model_copy(update={"owner": running}).model_dump_json().encode()
+            world.store.objects[fence.intent_key(2)] = told_so
+            fence.mark_running(running, True)
+        return look_again(*told)
+
+    monkeypatch.setattr(members, "serves_again", begins)
+    with pytest.raises(ServiceError, match="still runs in pid"):
+        world.ensure(1)
+    assert world.gateway.urls() == before

@@ -292,3 +292,26 @@ def test_a_fenced_engine_that_answers_again_is_not_in_the_set(world: World) -> N
     intent = fence.Intent.model_validate_json(world.store.get(fence.intent_key(1)))
     assert [engine.url for engine in intent.engines] == [ours.url]
     assert record.absent == (theirs.url,) and theirs.process.poll() is None
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_fenced_engine_that_holds_the_version_gets_no_traffic_but_by_who_has_it(world: World, lives: bool) -> None:
+    theirs, ours = world.engines
+    world.push(0)
+    if lives:
+        keeper_lives(world)
+    FleetLog(world.store).append(
+        KEEPER,
+        lambda state: walk(state.slots["engine-0"], [S.SUSPECT] if lives else [S.SUSPECT, S.FENCED], "?", holds=lives),
+    )
+    assert world.ensure(1) is None
+    assert set(world.gateway.urls()) == {theirs.url, ours.url} if lives else {ours.url}
+
+
+def test_a_door_that_is_closed_to_us_stops_no_push_that_has_no_business_there(world: World) -> None:
+    theirs, ours = world.engines
+    log = added(world, theirs, "supervised")
+    log.append(KEEPER, lambda found: walk(found.slots["supervised-0"], [S.SUSPECT, S.FENCED], "lost"))
+    theirs.door_token = "of-another-deployment"
+    assert world.push(0).absent == (theirs.url,)
+    assert_serving(world, ours, "demo:1")

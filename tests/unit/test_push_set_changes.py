@@ -265,12 +265,12 @@ def test_unproven_end_stays_a_refusal_until_a_person_helps(model_dir: Path) -> N
         dark = world.engines[2]
         world.arm(Fault("e2", "/update_weights_from_distributed", "stop"))
         assert isinstance(await world.push(1), CleanupUnconfirmed)
-        touched = world.touched
+        changed = world.changed
         for _ in range(2):
             again = await world.push(1)
             assert isinstance(again, CleanupUnconfirmed)
             assert f"rl360 fleet confirm-gone {dark.url}" in str(again)
-        assert world.touched == touched
+        assert world.changed == changed
         (intent,) = world.unended()
         (note,) = fence.read_unconfirmed(world.store, intent.epoch)
         report = fence.unconfirmed_report([note])
