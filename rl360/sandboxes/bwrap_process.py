@@ -202,8 +202,11 @@ class BwrapSandbox:
             await self._kill_inside()
             return await ended
         except TimeoutError:
-            message = f"sandbox {self.spec.name}: no answer after its command was killed"
-            raise SandboxGone(message, by_contents=True) from None
+            hits = cgroups.limit_hits(self._group)
+            message = f"sandbox {self.spec.name}: no answer after its command was killed; limits hit: {hits or 'none'}"
+            raise SandboxGone(
+                message, by_contents=any(hits.values())
+            ) from None  # without one it is the host that is slow
         finally:
             ended.cancel()
 
@@ -341,7 +344,7 @@ async def launch(
             cwd="/",
             start_new_session=True,
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in what it is given
         for fd in (command_w, output_r, answer_r, info_r):
             os.close(fd)
         raise SandboxStartError(f"sandbox {spec.name}: bwrap did not start: {error}") from None
@@ -361,6 +364,7 @@ async def launch(
     except BaseException as error:  # cancellation too: whatever ends a start, nothing of it may stay
         proof = await sandbox.stop()
         if not isinstance(error, TimeoutError | SandboxGone | SandboxStartError | OSError | ValueError | KeyError):
+            spec.stops.append(proof)
             raise
         late = f"sandbox {spec.name}: not ready within {spec.start_timeout_s:g} s"
         unclean = "" if proof.confirmed else f"; {proof.evidence}"

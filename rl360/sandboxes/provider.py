@@ -73,7 +73,8 @@ class Workspace:
 class SandboxSpec:
     """A sandbox to create. `labels` (run, step, attempt) say whose it is; `read_only`: inside path -> host path.
 
-    `lifetime_s` is the lease: providers that can end a sandbox by themselves do so then. `image`, `network`,
+    `lifetime_s` is the lease: providers that can end a sandbox by themselves do so then. `stops` is given the proof of
+    a start that ended otherwise than by `SandboxStartError`, as by a cancellation. `image`, `network`,
     `disk_mb` are for providers that have images, networks and quotas.
     """
 
@@ -90,6 +91,7 @@ class SandboxSpec:
     network: str = "no-network"
     disk_mb: int = 1024
     lifetime_s: float = 3600.0
+    stops: list[StopProof] = field(default_factory=list, compare=False)
 
 
 class Sandbox(Protocol):
