@@ -82,6 +82,26 @@ def test_one_that_renews_is_left_alone() -> None:
     assert claim_is_over(store, old.me) == "" and old.held
 
 
+def test_a_look_that_took_long_counts_from_its_end() -> None:
+    """Its read may have seen a renewal of its last moment: counted from its begin, the old keeper would still hold."""
+
+    class Slow(MemoryStore):
+        late = True
+
+        def list(self, prefix: str) -> list[str]:
+            if self.late and prefix.endswith("beats/"):
+                self.late = False
+                time.sleep(0.15)
+                old.renew({})
+            return super().list(prefix)
+
+    store = Slow()
+    old, new = elsewhere(Lease(store, 0.2)), Lease(store, 0.2)
+    old.begin()
+    wait_for_others(new)
+    assert not old.held
+
+
 def test_of_a_renewal_and_a_taking_one_is_written() -> None:
     """The old keeper renews between the successor's last look and its put: then the successor has taken nothing."""
     store = MemoryStore()

@@ -227,9 +227,9 @@ def test_a_job_whose_number_was_lost_is_found_by_its_name(launcher: SlurmLaunche
     assert proof.gone and "sacct: COMPLETED" in proof.evidence
 
 
-def test_a_job_that_nobody_knows_is_not_proven_gone(launcher: SlurmLauncher) -> None:
+def test_a_job_that_nobody_knows_is_not_proven_gone(launcher: SlurmLauncher, slurm: Slurm) -> None:
     """sbatch's answer may have been lost, and the controller may list its job only later."""
-    never = asyncio.run(launcher.end(Handle(mark="slurm-9-1"), 0.1))
+    never = asyncio.run(launcher.proof(Handle(mark="slurm-9-1"), 10))
     assert not never.gone and "neither squeue nor sacct knows a job" in never.evidence
 
 
