@@ -245,6 +245,10 @@ class FakeDocker(Fake):
         image = f"{request.query['fromImage']}:{request.query['tag']}"
         if "missing" in image:
             return web.Response(text='{"status":"Pulling"}\r\n{"error":"manifest unknown"}\r\n')
+        if "busy" in image:
+            return web.json_response({"message": "toomanyrequests: the registry's limit"}, status=500)
+        if "denied" in image:
+            return web.json_response({"message": "No such image: pull access denied"}, status=404)
         self.pulled.add(image)
         return web.Response(text='{"status":"Pulling"}\r\n{"status":"Download complete"}\r\n')
 
@@ -402,6 +406,7 @@ class FakeKubernetes(Fake):
 
     def __init__(self, folder: Path) -> None:
         self.has_policy = True
+        self.pulls_fail = 0  # looks at a pod while its image does not come
         self.deletes_after_s = 0.0
         super().__init__(folder)
 
@@ -427,6 +432,9 @@ class FakeKubernetes(Fake):
         box.config["looks"] = box.config.get("looks", 0) + 1
         box.running = box.config["looks"] > 1
         state = {"running": {}} if box.running else {"waiting": {"reason": "ContainerCreating"}}
+        if self.pulls_fail > 0:
+            self.pulls_fail, box.running = self.pulls_fail - 1, False
+            state = {"waiting": {"reason": "ErrImagePull", "message": "toomanyrequests"}}
         if box.oom:
             state = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
         phase = "Failed" if box.oom else "Running" if box.running else "Pending"

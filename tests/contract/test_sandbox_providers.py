@@ -447,8 +447,12 @@ def test_docker_pulls_and_says_what_cannot_be_pulled(tmp_path: Path) -> None:
     async def body(provider: RemoteProvider) -> None:
         sandbox = await provider.create(await spec_of(provider, image="registry:5000/a/b:1"))
         assert (await sandbox.stop()).confirmed and "registry:5000/a/b:1" in fake.pulled
-        with pytest.raises(SandboxStartError, match="manifest unknown"):
-            await provider.create(await spec_of(provider, "demo/two", image="missing"))
+        tried = (("missing", "manifest unknown", True), ("busy", "toomanyrequests", True), ("denied", "denied", False))
+        for image, words, refused in tried:
+            with pytest.raises(SandboxStartError, match=words) as failed:
+                await provider.create(await spec_of(provider, f"demo/{image}", image=image))
+            proof = failed.value.proof
+            assert failed.value.refused is refused and proof is not None and proof.confirmed
         sandbox = await provider.create(await spec_of(provider, "demo/three"))
         (box,) = fake.boxes.values()
         box.running, box.oom = False, True
@@ -472,7 +476,13 @@ def test_kubernetes_needs_its_network_policy_and_waits_for_the_end_of_a_pod(tmp_
         fake.has_policy = False
         with pytest.raises(SandboxStartError, match="has no NetworkPolicy"):
             await provider.create(await spec_of(provider))
-        fake.has_policy, fake.deletes_after_s = True, 2.0
+        fake.has_policy, fake.pulls_fail = True, 2
+        assert (await (await provider.create(await spec_of(provider, "demo/pulled"))).stop()).confirmed
+        fake.pulls_fail = 99
+        with pytest.raises(SandboxStartError, match="ErrImagePull: toomanyrequests") as failed:
+            await provider.create(await spec_of(provider, "demo/not-pulled", start_timeout_s=1.0))
+        assert failed.value.refused and failed.value.proof is not None and failed.value.proof.confirmed
+        fake.pulls_fail, fake.deletes_after_s = 0, 2.0
         sandbox = await provider.create(await spec_of(provider, "demo/two"))
         slow = await sandbox.stop(0.5)
         assert not slow.confirmed and "still there after 0.5 s" in slow.evidence

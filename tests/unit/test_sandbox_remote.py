@@ -21,7 +21,7 @@ class Scripted:
 
     kind = "scripted"
 
-    def __init__(self, ends: int = 0, start: Exception | None = None, fill: Exception | None = None) -> None:
+    def __init__(self, ends: int = 0, start: Exception | None = None, fill: BaseException | None = None) -> None:
         self.ends, self.failing_start, self.failing_fill = ends, start, fill
         self.there, self.listable = False, True
 
@@ -109,6 +109,20 @@ def test_only_an_own_word_of_the_system_proves_that_nothing_was_made(
         with pytest.raises(SandboxStartError) as caught:
             await provider.create(spec)
         assert caught.value.refused and caught.value.proof is not None and caught.value.proof.confirmed is proven
+        await provider.aclose()
+
+    asyncio.run(go())
+
+
+def test_a_start_that_is_cancelled_says_how_it_ended(
+    spec: SandboxSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go() -> None:
+        provider = provided(Scripted(ends=1, fill=asyncio.CancelledError()), tmp_path, monkeypatch)
+        with pytest.raises(asyncio.CancelledError):
+            await provider.create(spec)
+        assert [proof.confirmed for proof in spec.stops] == [False]
+        await settled(provider)
         await provider.aclose()
 
     asyncio.run(go())

@@ -17,10 +17,10 @@ from urllib.parse import quote
 import orjson
 
 from rl360.errors import BadInput, ServiceError
-from rl360.http_api import Api, Endpoint, Refused
+from rl360.http_api import Api, Endpoint, NoAnswer, Refused
 from rl360.sandboxes.leases import Lease
 from rl360.sandboxes.provider import SandboxNeeds
-from rl360.sandboxes.providers.remote import AGENT_UID, KEEP_ALIVE, Box, Lost, Order, Output, limited
+from rl360.sandboxes.providers.remote import AGENT_UID, KEEP_ALIVE, PULLS_REFUSED, Box, Lost, Order, Output, limited
 from rl360.sandboxes.providers.tars import Hostile, Part, pack
 
 VERSION = "/v1.43"
@@ -107,17 +107,22 @@ class Docker:
         return Box(ident, order.spec)
 
     async def _pull(self, image: str, deadline_s: float) -> None:
-        """Its failure is in the stream, not in the status."""
+        """Its failure is in the stream or the status. Said as a rate's, for registries fail when asked too much;
+        only a 4xx (no such image, no right to it) stays what it is."""
         name, _, tag = image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
         path = f"/images/create?fromImage={quote(name, safe='')}&tag={quote(tag, safe='')}"
         last = b""
-        async with self.api.stream("POST", path, deadline_s) as reply:
-            async for chunk in reply.aiter_bytes():
-                last = (last + chunk)[-4096:]
+        try:
+            async with self.api.stream("POST", path, deadline_s) as reply:
+                async for chunk in reply.aiter_bytes():
+                    last = (last + chunk)[-4096:]
+        except (Refused, NoAnswer) as error:
+            if isinstance(error, Refused) and error.status < 500:
+                raise
+            raise Refused(f"{error}; image {image} cannot be pulled", PULLS_REFUSED) from None
         if b'"error"' in last:
-            raise ServiceError(
-                f"Docker daemon: image {image} cannot be pulled: {last.decode('utf-8', 'replace')[-300:]}"
-            )
+            said = last.decode("utf-8", "replace")[-300:]
+            raise Refused(f"Docker daemon: image {image} cannot be pulled: {said}", PULLS_REFUSED)
 
     async def fill(self, box: Box, parts: list[Part], scratch: IO[bytes], deadline_s: float) -> None:
         """Into the container before it runs; then it is started."""

@@ -35,6 +35,7 @@ from rl360.sandboxes.providers.remote import (
     KEEP_ALIVE,
     KILL_ALL,
     LOGS_DIR,
+    PULLS_REFUSED,
     Box,
     Lost,
     Order,
@@ -53,13 +54,9 @@ CHUNK = 1 << 18
 STDIN, STDOUT, STDERR, ERROR = 0, 1, 2, 3
 PROTOCOL = "v4.channel.k8s.io"
 NO_SUCH_PATH = 66
-BAD_WAITS = (
-    "ErrImagePull",
-    "ImagePullBackOff",
-    "InvalidImageName",
-    "CreateContainerError",
-    "CreateContainerConfigError",
-)
+PULL_WAITS = ("ErrImagePull", "ImagePullBackOff")  # the kubelet tries again
+BAD_WAITS = ("InvalidImageName", "CreateContainerError", "CreateContainerConfigError")
+LAST_S = 0.5  # to say that the image did not come, before whoever asked stops waiting
 
 
 class Pods:
@@ -142,6 +139,8 @@ class Pods:
         made = await self._create(self._pod(order), until)
         pause_s, longest_s = READY_S
         while not _ready(made):
+            if time.monotonic() + pause_s + LAST_S > until and (waits := _waits(made, PULL_WAITS)):
+                raise Refused(f"pod {order.name}: {waits}", PULLS_REFUSED)
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 1.5 * pause_s)
             made = await self._known(order.name, until - time.monotonic())
@@ -362,13 +361,19 @@ def _ready(pod: Any) -> bool:
     status = pod.get("status") or {}
     if status.get("phase") in ("Failed", "Succeeded"):
         raise ServiceError(f"pod {pod['metadata']['name']} is {status['phase']}: {status.get('message')}")
-    for item in status.get("containerStatuses") or []:
+    if waits := _waits(pod, BAD_WAITS):
+        raise ServiceError(f"pod {pod['metadata']['name']}: {waits}")
+    states = [item.get("state") or {} for item in status.get("containerStatuses") or []]
+    return any(state.get("running") is not None for state in states)
+
+
+def _waits(pod: Any, reasons: tuple[str, ...]) -> str | None:
+    """What its container waits for, when that is one of these reasons."""
+    for item in (pod.get("status") or {}).get("containerStatuses") or []:
         waiting = (item.get("state") or {}).get("waiting") or {}
-        if waiting.get("reason") in BAD_WAITS:
-            raise ServiceError(f"pod {pod['metadata']['name']}: {waiting['reason']}: {waiting.get('message')}")
-        if (item.get("state") or {}).get("running") is not None:
-            return True
-    return False
+        if waiting.get("reason") in reasons:
+            return f"{waiting['reason']}: {waiting.get('message')}"
+    return None
 
 
 def _exit_code(status: bytes, pod: str) -> int:

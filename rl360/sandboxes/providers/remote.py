@@ -49,6 +49,7 @@ KILL_S = 10.0  # to end what runs inside
 KILL_ALL = "kill -9 -1"  # all but PID 1 and the shell itself, in one system call
 UNDO_S = 15.0
 TOO_MUCH = (403, 429, 503)  # a quota, a rate
+PULLS_REFUSED = 429  # an image that does not come: the registry is asked too much, or whoever pulls from it
 LATE_S = 900.0  # how long a create without an answer is looked for
 CARRY_S = 60.0
 POLL_S = 0.2
@@ -298,6 +299,7 @@ class RemoteProvider(Rooted):
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait({undo})
             if not isinstance(error, TimeoutError | Rl360Error | OSError):
+                spec.stops.append(undo.result())
                 raise
             late = f"not ready within {spec.start_timeout_s:g} s"
             why = late if isinstance(error, TimeoutError) else str(error)
