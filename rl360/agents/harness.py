@@ -7,7 +7,8 @@ turns and notes refusals. Its end is the sandbox's: whatever it left running is 
 
 How it ends: exit 0 is submitted; turns over `max_turns` and a full sequence are refused with 400 and named as such; a
 signal counts as a limit, for a command of the model may have sent it; another exit, or the deadline, after a model call
-that failed is that failure; any other exit is an error of the program, and no verdict is sought.
+that failed is that failure, unless it was refused for what it asked (400, 422), which the model's commands can do too;
+any other exit is an error of the program, and no verdict is sought.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 import tomllib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -41,6 +42,7 @@ from rl360.harbor.task import RESERVED
 INSIDE = "/run/rl360"
 PORT = 41_360
 MAX_BODY_BYTES = 32 << 20
+PARALLEL = 4  # requests of one program under way, each with its body in memory; the others wait unread
 TAIL_BYTES = 64 << 10  # of a reply: where its usage and its end are told
 KEPT_BYTES = 1500
 MARGIN_S = 0.5
@@ -49,6 +51,7 @@ TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d+)')
 CUT = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"(?:length|max_tokens)"')
 PLACE = re.compile(r"[a-z_]+(/[a-z_]+)*")
 SAMPLES = ("chat/completions", "messages")
+NO_FAILURE = (400, 422)  # the request's own fault, and what the model wrote may have sent it
 PASSED_ON = ("content-type", "accept", "anthropic-version", "anthropic-beta")
 PASSED_BACK = ("content-type", "x-should-retry", "retry-after")
 
@@ -66,7 +69,7 @@ class Terms(BaseModel):
     @field_validator("mounts")
     @classmethod
     def _usable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        secret = home_dir()
+        secret = home_dir().resolve()
         for name in value:
             path = Path(name)
             if not path.is_absolute() or os.path.normpath(name) != name or not path.is_dir():
@@ -87,6 +90,7 @@ class Relay:
     full: bool = False
     cut: bool = False
     over_turns: bool = False
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL))
 
     def left(self) -> float:
         """Seconds for the program: it ends a moment before the attempt's deadline, so that `late` is heard."""
@@ -99,11 +103,16 @@ class Relay:
         return AgentEnd(ExitStatus.AGENT_TIMEOUT, detail)
 
     async def carry(self, request: web.Request) -> web.StreamResponse:
+        async with self.places:
+            return await self._carry(request)
+
+    async def _carry(self, request: web.Request) -> web.StreamResponse:
         place = request.match_info["place"]
         if not PLACE.fullmatch(place):
             return _refuse(404, "not_found", f"/v1/{place[:80]}: no such place")
         sampling = request.method == "POST" and place in SAMPLES
-        if sampling and self.context.metrics.turns >= self.context.max_turns:
+        body, started, metrics = await request.read(), time.monotonic(), self.context.metrics
+        if sampling and metrics.turns >= self.context.max_turns:
             self.over_turns = True
             return _refuse(400, "turn_limit", f"{self.context.max_turns} turns were taken, and there are no more")
         if sampling and self.full:  # clients ask a refused 409 again
@@ -111,7 +120,6 @@ class Relay:
         left = self.context.deadline - asyncio.get_running_loop().time()
         if left <= 0:
             return _refuse(400, "no_time", "the attempt's time is over")
-        body, started = await request.read(), time.monotonic()
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         call = self.context.http.stream(
             request.method,
@@ -120,23 +128,30 @@ class Relay:
             headers=headers,
             timeout=httpx.Timeout(left, connect=min(left, 10.0)),
         )
+        given_back = sampling
+        metrics.turns += sampling  # at once, so that requests side by side don't take more than there are
         try:
             async with call as reply:
+                given_back = sampling and reply.status_code != 200
                 return await self._pass(request, reply, sampling)
         except httpx.HTTPError as error:
-            self.failure = AgentFailure(ExitStatus.SESSION_LOST, f"session: {error!r}"[:300], retryable=False)
+            given_back = sampling
+            late = isinstance(error, httpx.ReadTimeout)  # of all the time that was left
+            status = ExitStatus.AGENT_TIMEOUT if late else ExitStatus.SESSION_LOST
+            self.failure = AgentFailure(status, f"session: {error!r}"[:300], retryable=False)
             return _refuse(502, "session_lost", "the session cannot be reached")
         finally:
-            self.context.metrics.model_query_time_sum += time.monotonic() - started
+            if given_back:  # it was none: who was refused meanwhile may ask again
+                metrics.turns, self.over_turns = metrics.turns - 1, False
+            metrics.model_query_time_sum += time.monotonic() - started
 
     async def _pass(self, request: web.Request, reply: httpx.Response, sampling: bool) -> web.StreamResponse:
         back = {name: reply.headers[name] for name in PASSED_BACK if name in reply.headers}
         if reply.status_code != 200:
             said = await reply.aread()
-            if sampling:
-                self.failure = refusal(reply)
-                self.full = self.failure is None
-                self.context.metrics.retries += self.failure is not None and self.failure.retryable
+            if sampling and ((failure := refusal(reply)) is None or reply.status_code not in NO_FAILURE):
+                self.failure, self.full = failure, failure is None
+                self.context.metrics.retries += failure is not None and failure.retryable
             return web.Response(status=reply.status_code, body=said, headers=back)
         answer = web.StreamResponse(headers=back)
         tail = b""
@@ -147,7 +162,6 @@ class Relay:
         await answer.write_eof()
         if sampling:
             self.failure, self.cut = None, CUT.search(tail) is not None
-            self.context.metrics.turns += 1
             self.context.metrics.completion_tokens += max((int(n) for n in TOKENS.findall(tail)), default=0)
         return answer
 
@@ -215,10 +229,10 @@ def ended(relay: Relay, name: str, code: int, said: str) -> AgentEnd:
         return AgentEnd(ExitStatus.TURN_LIMIT, f"{turns} turns")
     if relay.full or (relay.cut and code == 0):
         return AgentEnd(ExitStatus.LENGTH_LIMIT, "no room for another turn" if relay.full else "cut by length")
-    if code != 0 and relay.failure is not None:
-        raise relay.failure
     if code > 128:
         return AgentEnd(ExitStatus.SANDBOX_LIMIT, f"{name} was ended by signal {code - 128}; {said}")
+    if code != 0 and relay.failure is not None:
+        raise relay.failure
     if code == 0 and turns > 0:
         return AgentEnd(ExitStatus.SUBMITTED)
     why = f"exit {code}" if code else "it ended without a turn of the model"

@@ -202,11 +202,9 @@ class BwrapSandbox:
             await self._kill_inside()
             return await ended
         except TimeoutError:
-            hits = cgroups.limit_hits(self._group)
+            hits = cgroups.limit_hits(self._group)  # without one it is the host that is slow
             message = f"sandbox {self.spec.name}: no answer after its command was killed; limits hit: {hits or 'none'}"
-            raise SandboxGone(
-                message, by_contents=any(hits.values())
-            ) from None  # without one it is the host that is slow
+            raise SandboxGone(message, by_contents=any(hits.values())) from None
         finally:
             ended.cancel()
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
-from rl360.agents.base import AgentContext
-from rl360.agents.harness import Relay, ended, listening_here
+from rl360.agents.base import AgentContext, AgentFailure
+from rl360.agents.harness import PARALLEL, Relay, Terms, ended, listening_here
 from rl360.harbor.outcome import ExitStatus
 
 SESSION = "http://session/sessions/ID/v1"
@@ -98,3 +100,61 @@ def test_places_outside_are_not_asked_for(place: str) -> None:
 
     relay, _ = asked(answer, (place, {}))
     assert relay.context.metrics.turns == 0
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_bad_request_of_what_the_model_wrote_voids_nothing(status: int) -> None:
+    bad = {"error": {"code": "bad_request", "message": "messages is missing"}}
+    relay, got = asked(lambda _: httpx.Response(status, json=bad), ("chat/completions", {}))
+    assert got[0].status_code == status and relay.failure is None and not relay.full
+    assert ended(relay, "x", 137, "").exit_status is ExitStatus.SANDBOX_LIMIT
+    assert ended(relay, "x", 1, "").exit_status is ExitStatus.AGENT_ERROR
+    assert relay.late("").exit_status is ExitStatus.AGENT_TIMEOUT
+
+
+def test_a_signal_is_a_limit_whatever_failed_before() -> None:
+    gone = {"error": {"code": "no_engine", "message": "none"}}
+    relay, _ = asked(lambda _: httpx.Response(503, json=gone), ("chat/completions", {}))
+    assert ended(relay, "x", 137, "").exit_status is ExitStatus.SANDBOX_LIMIT
+    with pytest.raises(AgentFailure):
+        ended(relay, "x", 1, "")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_turns_are_taken_one_by_one_though_asked_for_at_once(works: bool) -> None:
+    """20 requests side by side: no more of them under way than have a place, no more turns than there are."""
+    under_way, most, seen = 0, 0, 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal under_way, most, seen
+        under_way, seen = under_way + 1, seen + 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.005)
+        under_way -= 1
+        return openai("a") if works else httpx.Response(502, json={"error": {"code": "engine_error"}})
+
+    async def go() -> Relay:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+            deadline = asyncio.get_running_loop().time() + 20
+            relay = Relay(AgentContext("Do.", SESSION, "openai/policy", {}, 2, deadline, print, http))  # type: ignore[arg-type]
+            async with listening_here(relay) as base_url, httpx.AsyncClient(trust_env=False) as program:
+                calls = [program.post(f"{base_url}/chat/completions", json={}) for _ in range(20)]
+                got = [reply.status_code for reply in await asyncio.gather(*calls)]
+                assert got.count(200) == (2 if works else 0) and set(got) <= {200, 400, 502}
+            return relay
+
+    relay = asyncio.run(go())
+    assert most <= PARALLEL and relay.over_turns is works
+    assert relay.context.metrics.turns == (2 if works else 0) and (seen == 2 or not works)
+
+
+def test_mounts_that_hold_the_secrets_by_another_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real" / "home").mkdir(parents=True)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "home")
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "link"))
+    assert Terms(command=("x",), mounts=(str(tmp_path / "beside"),)).mounts
+    with pytest.raises(ValidationError, match="holds the deployment's secrets"):
+        Terms(command=("x",), mounts=(str(tmp_path / "real"),))
