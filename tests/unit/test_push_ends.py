@@ -15,7 +15,7 @@ from fake_engines import TENSORS, FakeEngine
 from safetensors.numpy import save_file
 from test_weights_push import SHORT, World, assert_serving
 
-from rl360.engines import launchers
+from rl360.engines import fleet, launchers
 from rl360.engines.fleet import EngineIdentity, EngineState, incarnation_of
 from rl360.engines.fleet_log import KEEPERS, Event, FleetLog, burial, change, walk
 from rl360.engines.launchers.base import Handle
@@ -315,3 +315,16 @@ def test_a_door_that_is_closed_to_us_stops_no_push_that_has_no_business_there(wo
     theirs.door_token = "of-another-deployment"
     assert world.push(0).absent == (theirs.url,)
     assert_serving(world, ours, "demo:1")
+
+
+def test_an_engine_that_is_named_by_two_urls_is_a_receiver_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second update would begin inside its first one, which costs an engine its life."""
+    first, second = world.engines
+    again = first.url.replace("127.0.0.1", "localhost")
+    monkeypatch.setattr(fleet, "tree_of_url", lambda url: world.tree(url.replace("localhost", "127.0.0.1")))
+    world.services = world.services.model_copy(update={"engine_urls": [first.url, second.url, again]})
+    record = world.push(0)
+    assert {engine.identity.url for engine in record.engines} == {first.url, second.url} and len(record.engines) == 2
+    for engine in world.engines:
+        assert_serving(world, engine, "demo:1")
+    assert again not in world.gateway.urls()
