@@ -7,14 +7,15 @@ are real.
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engines import FakeEngine, FakeGateway, show_token
 
 from rl360.config.services import Services
 from rl360.engines import health
@@ -27,6 +28,7 @@ from rl360.engines.patience import KeepOptions
 from rl360.engines.processes import ProcessTree, tree_of_pid
 from rl360.weights import fence
 from rl360.weights.messages import EngineOutcome, PushRecord
+from tests.unit.fake_engines import FakeEngine, FakeGateway, show_token
 from tests.unit.memory_store import MemoryStore
 
 VOCABULARY = 64
@@ -178,6 +180,16 @@ class FleetWorld:
             await keeper.close()
 
         self.keep(use, options)
+
+
+def revive(world: FleetWorld, old: KeptEngine) -> None:
+    """Another process answers at the same URL, as another incarnation."""
+    if old.alive:
+        old.process.kill()
+        old.process.wait()
+    old.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    old.startup = uuid.uuid4().hex
+    old.faults.clear()
 
 
 def elsewhere(lease: Lease) -> Lease:

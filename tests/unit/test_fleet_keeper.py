@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet_fakes import OPTIONS, VOCABULARY, FleetWorld, KeptEngine, elsewhere, until
+from fleet_fakes import OPTIONS, VOCABULARY, FleetWorld, KeptEngine, elsewhere, revive, until
 
 from rl360.engines import health, members
-from rl360.engines.client import open_http
+from rl360.engines.client import EngineClient, open_http
 from rl360.engines.fleet import EngineState
 from rl360.engines.fleet_log import EVENTS, FleetLog, Slot
 from rl360.engines.keeper import Keeper
@@ -73,23 +73,23 @@ def test_a_killed_engine_is_fenced_proven_and_only_a_push_brings_its_successor_b
     assert world.state() is S.SERVING
 
 
-def revive(world: FleetWorld, old: KeptEngine) -> None:
-    """Another process answers at the same URL, as another incarnation."""
-    import subprocess
-    import uuid
+def hang(engine: KeptEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing any more, and is not waited for as long as one that a busy machine keeps from answering."""
+    engine.faults["*"] = "hang"
+    ping = EngineClient.ping
 
-    if old.alive:
-        old.process.kill()
-        old.process.wait()
-    old.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    old.startup = uuid.uuid4().hex
-    old.faults.clear()
+    async def shorter(client: EngineClient, deadline_s: float | None = None) -> None:
+        await ping(client, 0.05 if client.url == engine.url else deadline_s)
+
+    monkeypatch.setattr(EngineClient, "ping", shorter)
 
 
-def test_a_hung_engine_loses_traffic_first_and_its_process_later(world: FleetWorld) -> None:
+def test_a_hung_engine_loses_traffic_first_and_its_process_later(
+    world: FleetWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.serve()
     stuck = world.engines[0]
-    stuck.faults["*"] = "hang"
+    hang(stuck, monkeypatch)
     world.rounds(1)
     assert world.state() is S.SERVING, "one miss is nothing"
 
@@ -138,11 +138,11 @@ def test_an_engine_that_restarted_between_two_rounds_is_another_one(world: Fleet
     assert world.gateway.urls() == [world.engines[1].url]
 
 
-def test_while_a_push_is_open_the_keeper_only_watches(world: FleetWorld) -> None:
+def test_while_a_push_is_open_the_keeper_only_watches(world: FleetWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     world.serve()
     before = world.entries()
     fence.write_intent(world.store, world.intent(2, *world.engines))
-    world.engines[0].faults["*"] = "hang"
+    hang(world.engines[0], monkeypatch)
     os.kill(world.engines[1].process.pid, signal.SIGKILL)
     world.rounds(4)
     assert world.entries() == before
@@ -518,7 +518,8 @@ def test_there_is_one_keeper(world: FleetWorld) -> None:
 def test_of_two_that_begin_at_once_one_stays(world: FleetWorld) -> None:
     async def run() -> None:
         async with open_http() as http:
-            both = [Keeper(world.store, world.services, OPTIONS, http, world.said.append) for _ in range(2)]
+            options = dataclasses.replace(OPTIONS, lease_s=3.0)
+            both = [Keeper(world.store, world.services, options, http, world.said.append) for _ in range(2)]
             seen = asyncio.Event()
             # neither is there when either looks: both begin
             for keeper in both:

@@ -16,10 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engines import TENSORS, FakeTrainer
-from fleet_fakes import OPTIONS, FleetWorld, KeptEngine
 from safetensors.numpy import save_file
-from test_fleet_keeper import revive
 
 from rl360.config.run import PushConfig
 from rl360.engines import fleet
@@ -28,6 +25,8 @@ from rl360.engines.fleet_log import FleetLog
 from rl360.engines.keeper import Keeper
 from rl360.errors import Rl360Error
 from rl360.weights import fence, push
+from tests.unit.fake_engines import TENSORS, FakeTrainer
+from tests.unit.fleet_fakes import OPTIONS, FleetWorld, KeptEngine, revive
 
 CONFIG = PushConfig(call_deadline_s=1.0, bucket_bytes=1024)
 
