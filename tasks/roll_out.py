@@ -7,6 +7,7 @@ of all its records, the only object its manifest names: later tasks read tables,
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from functools import lru_cache, partial
@@ -30,6 +31,7 @@ from tasks.push_weights import bring_engines_to
 
 MEND_DEADLINE_S = 120.0  # an engine that restarts needs about 30 s
 MEND_PAUSE_S = 3.0
+_SHARES = threading.Lock()  # waves of a step begin at once, each in a thread: a cache alone would make one for each
 
 
 @task(name="roll_out", task_run_name="roll_out wave {wave}", **RULES)
@@ -86,9 +88,14 @@ async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_versio
 
 
 @lru_cache(maxsize=8)
-def _share(_flow_run: str | None, run: str, step: int, limit: float) -> LossShare:
-    """One for all waves that a flow run launches of a step."""
+def _shares(_flow_run: str | None, run: str, step: int, limit: float) -> LossShare:
     return LossShare(run, step, limit)
+
+
+def _share(flow_run_id: str | None, run: str, step: int, limit: float) -> LossShare:
+    """One for all waves that a flow run launches of a step."""
+    with _SHARES:
+        return _shares(flow_run_id, run, step, limit)
 
 
 class EngineWatch:

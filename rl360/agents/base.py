@@ -43,7 +43,8 @@ class AgentMetrics:
 class AgentContext:
     """Everything an agent may use. `deadline`: event-loop clock; `exec(command, timeout_s, cap_bytes)` runs in the
     sandbox, its output cut at the run's limit where no cap is given. What is appended to `transcript` (chat messages)
-    is what a judge of the task is shown of the conversation. `folder`: what `mounts` of the agent was given."""
+    is what a judge of the task is shown of the conversation. `folder`: what `mounts` of the agent was given.
+    `refused`: what the session refused since its last turn; an agent whose time is over then was kept by that."""
 
     instruction: str
     base_url: str
@@ -56,6 +57,7 @@ class AgentContext:
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     transcript: list[dict[str, Any]] = field(default_factory=list)
     folder: Path | None = None
+    refused: list[AgentFailure] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

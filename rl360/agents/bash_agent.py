@@ -174,7 +174,10 @@ async def _sample(
         for pause_s in (*RETRY_PAUSES_S, None):
             failure = await _post(context, body)
             if not isinstance(failure, AgentFailure):
+                context.refused.clear()
                 return failure
+            if failure.exit_status != ExitStatus.AGENT_TIMEOUT:
+                context.refused.append(failure)
             if pause_s is None or not failure.retryable:
                 raise failure
             context.metrics.retries += 1
@@ -195,6 +198,8 @@ async def _post(context: AgentContext, body: bytes) -> dict[str, Any] | AgentFai
         )
     except httpx.ConnectError as error:
         return AgentFailure(ExitStatus.SESSION_LOST, f"session not reachable: {error}", retryable=True)
+    except httpx.ReadTimeout:  # of all the time that was left
+        return AgentFailure(ExitStatus.AGENT_TIMEOUT, "the session had not answered at the deadline", retryable=False)
     except httpx.HTTPError as error:
         # the turn may have been recorded without us seeing it, so it is not asked for again
         return AgentFailure(ExitStatus.SESSION_LOST, f"session connection: {error!r}"[:300], retryable=False)

@@ -470,10 +470,12 @@ async def roll_out_slot(
         record = await client.finish(played)
         tries.append(record)
         await keep(record)
-        for quarantine in budgets.note(record):
-            await asyncio.to_thread(budgets.publish, quarantine)
-        if record.session_id:
-            await client.close_session(record.attempt_id, record.session_id)
+        try:
+            for quarantine in budgets.note(record):
+                await asyncio.to_thread(budgets.publish, quarantine)
+        finally:
+            if record.session_id:
+                await client.close_session(record.attempt_id, record.session_id)
 
     while not tries or again(tries[-1].outcome, len(tries) - 1):
         async with room:

@@ -13,18 +13,22 @@ import hmac
 import logging
 import os
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import httpx
 import orjson
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl360.agents.base import Agent
+from rl360.config.run import explain
 from rl360.errors import BadInput, Rl360Error, StoreUnavailable
 from rl360.harbor.judge import Judge
 from rl360.harbor.outcome import ExitStatus, boundary_of, is_known
@@ -47,13 +51,31 @@ class QueueFull(Rl360Error):
     """More attempts wait than the server takes; the client asks again later or elsewhere."""
 
 
+class Unauthorised(Rl360Error):
+    """Without this deployment's token."""
+
+
+class TooLarge(Rl360Error):
+    """A body over the limit."""
+
+
+_STATUS: tuple[tuple[type[Rl360Error], int], ...] = (
+    (BadInput, 400),
+    (Unauthorised, 401),
+    (OtherRequest, 409),
+    (TooLarge, 413),
+    (QueueFull, 503),
+    (StoreUnavailable, 503),
+)
+
+
 class FlushRequest(BaseModel):
     """Which attempts to cancel; at least one field must be given."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    session_server_instance_id: str | None = None
-    run: str | None = None
+    session_server_instance_id: str | None = Field(None, min_length=1)  # an empty one is everybody's who has none
+    run: str | None = Field(None, min_length=1)
     attempt_ids: list[str] | None = None
 
 
@@ -85,12 +107,12 @@ class Attempts:
         self.max_concurrent = gate.waves.pace.max_concurrent
         self._turns = Turns(gate)
         self._open: dict[str, Entry] = {}
-        self._finished: OrderedDict[str, Finished] = OrderedDict()
+        self._finished: dict[str, Finished] = {}
         self.waiting = 0
         self.outcomes: Counter[str] = Counter()
         self.losses: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
-        self.unconfirmed = 0
+        self.unconfirmed = self.held = 0
 
     @property
     def running(self) -> int:
@@ -98,18 +120,18 @@ class Attempts:
 
     async def submit(self, request: RunRequest, owner: str, agents: Mapping[str, Agent]) -> RunReply:
         """The reply of this attempt, whoever started it."""
-        key = request_key(request)
-        known = self._finished.get(key)
+        key, prepared = request_key(request), None
+        if key not in self._finished and key not in self._open:
+            self._require_room()
+            prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents, self.runner.judge)
+            self.gate.reservations.require(need_of(prepared))
+        known = self._finished.get(key)  # another may have asked for it meanwhile
         if known is not None:
             refuse_another(identity(known.request), request)
             return known.reply if known.settled else await self._settle(known.request, known.reply)
         entry = self._open.get(key)
         if entry is None:
-            self._require_room()
-            prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents, self.runner.judge)
-            self.gate.reservations.require(need_of(prepared))
-            entry = self._open.get(key)
-        if entry is None:
+            assert prepared is not None
             self._require_room()
             attempt = Attempt(request)
             entry = Entry(attempt, asyncio.create_task(self._carry(prepared, attempt)), owner)
@@ -117,8 +139,14 @@ class Attempts:
             # not in `_carry`: a flush may cancel it before it has begun
             entry.job.add_done_callback(lambda _: self._open.pop(key, None))
         refuse_another(identity(entry.attempt.request), request)
-        # shielded: the attempt belongs to the server, not to the connection
-        return await asyncio.shield(entry.job)
+        try:  # shielded: the attempt belongs to the server, not to the connection
+            return await asyncio.shield(entry.job)
+        except asyncio.CancelledError:
+            asked = asyncio.current_task()
+            if not entry.job.cancelled() or (asked is not None and asked.cancelling()):
+                raise
+            entry.attempt.failed("queue", ExitStatus.ABORTED, "cancelled before it began")
+            return await self._settle(entry.attempt.request, entry.attempt.reply())
 
     def _require_room(self) -> None:
         if len(self._open) >= self.max_concurrent + self.queue_limit:
@@ -136,28 +164,45 @@ class Attempts:
             try:
                 reply = await self.runner.run(prepared, attempt)
             finally:
-                self._turns.leave(request_key(request))
+                self._leave(attempt)
         else:
             reply = attempt.reply()
         attempt.closing = True
         return await self._settle(request, reply)
 
+    def _leave(self, attempt: Attempt) -> None:
+        """Give back what it held: what may still live, as long as its lease may last, holds it on."""
+        key = request_key(attempt.request)
+        if all(proof.confirmed for proof in attempt.stops):
+            self._turns.leave(key)
+            return
+
+        def later() -> None:
+            self.held -= 1
+            self._turns.leave(key)
+
+        self.held += 1
+        asyncio.get_running_loop().call_later(attempt.request.deadline_s, later)
+
     async def _settle(self, request: RunRequest, reply: RunReply) -> RunReply:
         """The reply that counts, in the store. Where that is away `StoreUnavailable`, and whoever asks again tries
         again."""
         key = request_key(request)
-        self._finished[key] = Finished(request, reply, False)
+        self._finished.setdefault(key, Finished(request, reply, False))
         if self.replies is not None:
             reply = await self.replies.keep(request, reply)
         known = self._finished.get(key)
-        if known is None or not known.settled:  # two may have asked for it at once
+        if known is None or not known.settled:  # several may have asked for it at once
             self._count(request, reply)
         return self._remember(request, reply)
 
     def _remember(self, request: RunRequest, reply: RunReply) -> RunReply:
         self._finished[request_key(request)] = Finished(request, reply, True)
-        while len(self._finished) > (IN_MEMORY if self.replies is None else IN_STORE):
-            self._finished.popitem(last=False)
+        over = len(self._finished) - (IN_MEMORY if self.replies is None else IN_STORE)
+        # one that is not settled is nowhere else: without it the attempt would run again
+        settled = (key for key, known in self._finished.items() if known.settled)
+        for key in [*islice(settled, max(0, over))]:
+            del self._finished[key]
         return reply
 
     async def _turn(self, prepared: Prepared, attempt: Attempt) -> bool:
@@ -213,6 +258,7 @@ class Attempts:
             "unknown_statuses": dict(self.unknown),
             "store": None if replies is None else f"{replies.store.endpoint_url}/{replies.store.bucket}",
             "cleanup_unconfirmed": self.unconfirmed,
+            "held_unconfirmed": self.held,
         }
 
     def flush(self, which: FlushRequest) -> int:
@@ -250,8 +296,9 @@ def make_app(
     token: str,
     judge: Judge | None = None,
     replies: Replies | None = None,
+    tasks: Path | None = None,
 ) -> FastAPI:
-    """The HTTP face."""
+    """The HTTP face. `tasks`: the folder of the tasks of requests that name one by its id alone."""
     incarnation = os.environ.get("RL360_INCARNATION") or uuid4().hex
     identity = {"status": "ok", "service": "sandbox", "incarnation": incarnation, "pid": os.getpid()}
     expected = f"Bearer {token}".encode()
@@ -274,68 +321,51 @@ def make_app(
         counts = app.state.attempts.counts()
         return answer(200, {**identity, **counts, "agents": sorted(agents), "judge": judged_by})
 
+    @app.exception_handler(Rl360Error)
+    async def refused(_request: Request, error: Rl360Error) -> Response:
+        status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
+        code = "store_unavailable" if isinstance(error, StoreUnavailable) else status
+        return answer(status, {"error": {"message": str(error), "code": code}})
+
     @app.post("/run")
     async def run(request: Request) -> Response:
-        body = await body_of(request, expected)
-        if isinstance(body, Response):
-            return body
-        try:
-            order = RunRequest.model_validate(body)
-            owner = str(body.get("session_server_instance_id") or "")
-            reply = await app.state.attempts.submit(order, owner, agents)
-        except ValidationError as error:
-            return refuse(400, _first_problem(error))
-        except BadInput as error:
-            return refuse(400, str(error))
-        except OtherRequest as error:
-            return refuse(409, str(error))
-        except QueueFull as error:
-            return refuse(503, str(error))
-        except StoreUnavailable as error:
-            return refuse(503, str(error), "store_unavailable")
+        order: RunRequest = await body_of(request, expected, RunRequest)
+        if order.task_dir is None and tasks is not None:
+            order = order.model_copy(update={"task_dir": str(_below(tasks, order.instance_id))})
+        reply = await app.state.attempts.submit(order, order.session_server_instance_id or "", agents)
         return Response(reply.model_dump_json(), media_type=JSON)
 
     @app.post("/flush")
     async def flush(request: Request) -> Response:
-        body = await body_of(request, expected)
-        if isinstance(body, Response):
-            return body
-        try:
-            which = FlushRequest.model_validate(body)
-        except ValidationError as error:
-            return refuse(400, _first_problem(error))
+        which: FlushRequest = await body_of(request, expected, FlushRequest)
         if which == FlushRequest():
-            return refuse(400, "nothing named: give run, attempt_ids or session_server_instance_id")
+            raise BadInput("nothing named: give run, attempt_ids or session_server_instance_id")
         return answer(200, {"cancelled": app.state.attempts.flush(which)})
 
     return app
 
 
-async def body_of(request: Request, authorization: bytes) -> dict[str, object] | Response:
-    """The body of a request that carries this authorization, else the refusal."""
+def _below(tasks: Path, name: str) -> Path:
+    path = tasks / name
+    if path == tasks or ".." in Path(name).parts or not path.is_relative_to(tasks):
+        raise BadInput(f"instance_id {name[:80]!r} is not the name of a folder under --tasks {tasks}")
+    return path
+
+
+async def body_of(request: Request, authorization: bytes, model: type[BaseModel]) -> Any:
+    """The body, a `model`, of a request that carries this authorization."""
     if not hmac.compare_digest(request.headers.get("authorization", "").encode(), authorization):
-        return refuse(401, "needs the bearer token of this deployment")
+        raise Unauthorised("needs the bearer token of this deployment")
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > MAX_BODY_BYTES:
-            return refuse(413, f"body over {MAX_BODY_BYTES} bytes")
+            raise TooLarge(f"body over {MAX_BODY_BYTES} bytes")
     try:
-        body = orjson.loads(bytes(data))
-    except orjson.JSONDecodeError as error:
-        return refuse(400, f"body is not JSON: {error}")
-    return body if isinstance(body, dict) else refuse(400, f"body is {type(body).__name__}, expected an object")
+        return model.model_validate_json(bytes(data))
+    except ValidationError as error:
+        raise BadInput(explain(error)) from None
 
 
 def answer(status: int, body: object) -> Response:
     return Response(orjson.dumps(body), status, media_type=JSON)
-
-
-def refuse(status: int, message: str, code: str | None = None) -> Response:
-    return answer(status, {"error": {"message": message, "code": code or status}})
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where} = {str(first.get('input'))[:80]}: {first['msg']}"

@@ -92,6 +92,7 @@ LOSSES: dict[Outcome, Boundary] = {
     Outcome.UNCLASSIFIED: Boundary.OURS,
     **dict.fromkeys((Outcome.VERIFIER_ERROR, Outcome.NO_VERDICT, Outcome.JUDGE_ERROR), Boundary.VERIFIER),
 }
+_LOST = frozenset((Outcome.JUDGE_ERROR, Outcome.SANDBOX_START, Outcome.SANDBOX_LOST))  # of a verifier: not its doing
 # another try may end otherwise
 RETRYABLE = frozenset(
     (Outcome.NO_ENGINE, Outcome.SANDBOX_START, Outcome.SANDBOX_LOST, Outcome.JUDGE_ERROR, Outcome.SESSION_LOST)
@@ -104,9 +105,9 @@ def is_known(exit_status: str) -> bool:
 
 
 def outcome_of(exit_status: str, verdict: Verdict | None, problem: Outcome | None) -> Outcome:
-    """A verdict wins over a status. Without one: a judge that failed, before the agent's own end when it names
-    infrastructure (no run may score a timeout that the judge lost), then the verifier's problem; a status nobody knows
-    is `unclassified`."""
+    """A verdict wins over a status. Without one: what kept the verifier or the judge from its work, before the agent's
+    own end (no run may score a timeout that infrastructure lost), then the verifier's problem; a status nobody knows is
+    `unclassified`."""
     if verdict is not None:
         if exit_status == ExitStatus.LENGTH_LIMIT:
             return Outcome.TRUNCATED
@@ -114,7 +115,7 @@ def outcome_of(exit_status: str, verdict: Verdict | None, problem: Outcome | Non
     meaning = MEANINGS.get(exit_status)
     if meaning is None:
         return Outcome.UNCLASSIFIED
-    if meaning.verified and problem is not None and (problem is Outcome.JUDGE_ERROR or not meaning.ends):
+    if meaning.verified and problem is not None and (problem in _LOST or not meaning.ends):
         return problem
     return meaning.outcome
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rl360.config.run import JudgeConfig
 from rl360.harbor.verdict import Verdict
@@ -39,7 +40,7 @@ class RunRequest(BaseModel):
 
     instance_id: str = Field(min_length=1, description="task id")
     task_dir: str | None = Field(None, description="Harbor task directory on the sandbox server's host")
-    attempt_id: str = Field(min_length=1, max_length=200)
+    attempt_id: str = Field(min_length=1, max_length=200, description="default: the session's id in base_url")
     group_id: str = ""
     run: str = ""
     step: int = Field(0, ge=0)
@@ -57,6 +58,15 @@ class RunRequest(BaseModel):
     judge: JudgeOrder | None = None
     deadline_s: float = Field(180.0, gt=0, description="the caller waits this long; must cover the parts")
     resent: bool = Field(False, description="asked before, and the connection broke: it may have begun")
+    session_server_instance_id: str | None = Field(None, description="whose attempt it is, to flush by")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_session(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("attempt_id") is not None:
+            return given
+        found = re.search(r"/sessions/([^/?#]+)", str(given.get("base_url")))
+        return given | {"attempt_id": found[1]} if found else given
 
 
 class Phases(BaseModel):

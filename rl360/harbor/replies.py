@@ -68,6 +68,7 @@ class Replies:
 
     def __init__(self, store: ObjectStore, server: str) -> None:
         self.store, self._server, self._life = store, server, uuid4().hex
+        self._begun: set[str] = set()  # of this life, without a reply in the store
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="replies")
 
     async def claim(self, request: RunRequest) -> RunReply | None:
@@ -76,12 +77,14 @@ class Replies:
         mine = {"schema_version": SCHEMA, "server": self._server, "life": self._life, "request": identity(request)}
         mine["until"] = time.time() + request.deadline_s + CLOCKS_S
         if await self._call(self.store.put_once, f"{key}.claim", orjson.dumps(mine)):
+            self._begun.add(key)
             return None
         held = _decoded(await self._call(self.store.get_required, f"{key}.claim"), f"{key}.claim", mine)
         refuse_another(held["request"], request)
         while (reply := await self._recorded(key)) is None:
-            if held["life"] == self._life:
-                return None  # our own: the answer to its first writing was lost, or it was cancelled before it began
+            if held["life"] == self._life and key not in self._begun:
+                self._begun.add(key)  # the answer to its first writing was lost, or it was cancelled before it began
+                return None
             if held["server"] == self._server:
                 return await self.keep(request, lost_reply(f"the sandbox server {self._server} ended under it"))
             if time.time() > held["until"]:
@@ -94,9 +97,10 @@ class Replies:
         """The reply that counts, which is in the store then: this one, or the one that was there before."""
         key = reply_key(request.run, request.attempt_id)
         wire = {"schema_version": SCHEMA, "request": identity(request), "reply": reply.model_dump(mode="json")}
-        if await self._call(self.store.put_once, key, orjson.dumps(wire)):
-            return reply
-        return await self._recorded(key) or reply
+        if not await self._call(self.store.put_once, key, orjson.dumps(wire)):
+            reply = await self._recorded(key) or reply
+        self._begun.discard(key)
+        return reply
 
     async def _recorded(self, key: str) -> RunReply | None:
         try:

@@ -58,18 +58,14 @@ class _StorageFull(Exception):
     """The agent filled its workspace."""
 
 
-class _Late(Exception):
-    """The agent was at work when its time was over."""
-
-
 async def _until(deadline: float, work: Awaitable[AgentEnd]) -> AgentEnd:
-    """What the agent returns, or `_Late` at the deadline: then it is cancelled, and left alone if that does not end it.
-    Its sandbox is stopped next, so it can do no more than talk. An error of its own clocks is its own, not ours."""
+    """What the agent returns, or a timeout at the deadline: then it is cancelled, and left alone if that does not end
+    it. Its sandbox is stopped next, so it can do no more than talk. An error of its own clocks is its own, not ours."""
     job = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({job}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
         if not done:
-            raise _Late
+            raise AgentFailure(ExitStatus.AGENT_TIMEOUT, "the agent's time is over", retryable=False)
         return job.result()
     finally:
         if not job.done():
@@ -266,7 +262,7 @@ class Runner:
         request, task = prepared.request, prepared.task
         try:
             with attempt.timed("setup"):
-                async with asyncio.timeout(request.setup_timeout_s):
+                async with asyncio.timeout(request.setup_timeout_s) as clock:
                     workspace = await self.provider.new_workspace(request_key(request), task.environment_dir)
                     attempt.workspace = workspace
                     mounts = await asyncio.to_thread(_mounts_of, prepared.agent, workspace)
@@ -278,13 +274,15 @@ class Runner:
                         workdir=task.config.environment.workdir,
                         read_only={**prepared.read_only, **mounts},
                         env=task.config.environment.env,
-                        start_timeout_s=request.setup_timeout_s,
+                        start_timeout_s=max(LEAST_S, (clock.when() or 0.0) - asyncio.get_running_loop().time()),
                         image=task.config.environment.docker_image,
                         network=task.config.environment.network_mode,
                         disk_mb=task.config.environment.storage_mb,
                         lifetime_s=request.deadline_s,
+                        stops=attempt.stops,
                     )
-                    return await self.provider.create(spec)
+                # outside: a clock that ends a create from without loses how the start was ended
+                return await self.provider.create(spec)
         except TimeoutError:
             detail = f"sandbox not ready within {request.setup_timeout_s:g} s"
             attempt.failed("setup", ExitStatus.ENV_START, detail)
@@ -322,13 +320,11 @@ class Runner:
         try:
             end = await _until(context.deadline, prepared.agent(context))
             attempt.exit_status, attempt.detail = end.exit_status, end.detail
-        except _Late:
-            attempt.failed("agent", ExitStatus.AGENT_TIMEOUT, f"agent ran {prepared.agent_timeout_s:g} s")
         except AgentFailure as error:
-            if asyncio.get_running_loop().time() >= context.deadline:
-                attempt.failed("agent", ExitStatus.AGENT_TIMEOUT, str(error))
-            else:
-                attempt.failed("agent", error.exit_status, str(error))
+            # of an agent whose last words were a model's refusal, that is what its time went into
+            late = error.exit_status == ExitStatus.AGENT_TIMEOUT
+            error = context.refused[-1] if late and context.refused else error
+            attempt.failed("agent", error.exit_status, str(error))
         except SandboxGone as error:
             status = ExitStatus.SANDBOX_LIMIT if error.by_contents else ExitStatus.SANDBOX_LOST
             attempt.failed("agent", status, str(error))

@@ -33,6 +33,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--queue-limit", type=int, default=4096, help="attempts that may wait")
     parser.add_argument("--home", type=Path, default=None, help="local state (default: $RL360_HOME, else .rl360)")
     parser.add_argument("--store", action="store_true", help="keep replies in the deployment's object store")
+    parser.add_argument("--tasks", type=Path, metavar="DIR", help="of tasks that a request names by its id alone")
     parser.add_argument("--agent", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="add an agent")
     parser.add_argument("--harness", action="append", default=[], metavar="NAME=FILE", help="add a program as an agent")
     parser.add_argument("--harbor", type=Path, metavar="DIR", help="add Harbor's agents, of `rl360 harbor setup`")
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         replies = replies_of(args) if args.store else None
         agents = agents_of(args.agent, args.harness, args.harbor)
         gate = gate_of(args, room_of(args.provider, args.home or home_dir()))
-        app = make_app(provider, agents, gate, args.queue_limit, token, judge, replies)
+        app = make_app(provider, agents, gate, args.queue_limit, token, judge, replies, args.tasks)
     except Rl360Error as error:
         raise SystemExit(f"sandbox server: {error}") from None
     uvicorn.run(

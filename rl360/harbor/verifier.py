@@ -147,6 +147,7 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
         network=environment.network_mode,
         disk_mb=environment.storage_mb,
         lifetime_s=order.start_timeout_s + order.timeout_s + END_S,
+        stops=stops,
     )
     try:
         sandbox = await provider.create(spec)
@@ -165,7 +166,7 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
         else:
             await sandbox.carry(order.stop_s())
     except SandboxGone as error:
-        problem, log = Outcome.VERIFIER_ERROR, str(error)
+        problem, log = Outcome.VERIFIER_ERROR if error.by_contents else Outcome.SANDBOX_LOST, str(error)
     finally:
         stop = await stop_surely(sandbox, stops, order.stop_s())
     if problem is not None:

@@ -11,7 +11,6 @@ import math
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import islice
 from operator import add, sub
 from typing import NamedTuple
 
@@ -92,10 +91,11 @@ class Gate:
         """Those that start now, at most so many: they hold their reservation and count as starting."""
         started: list[str] = []
         free = min(most, self.waves.free(now))
-        for key, ask in islice(self._waiting.items(), free and free + LOOK_AHEAD):
-            if len(started) == free:
+        passed = 0
+        for key, ask in self._waiting.items():
+            if len(started) == free or passed == LOOK_AHEAD:
                 break
-            if not self.waves.open(ask.group):
+            if not self.waves.open(ask.group):  # however many: behind them the node would stand idle
                 continue
             if self.reservations.hold(key, ask.need):
                 self.waves.begin(key, ask.group, now)
@@ -104,6 +104,7 @@ class Gate:
             ask.blocked_at = min(ask.blocked_at, now)
             if now - ask.blocked_at >= self.patience_s:
                 break
+            passed += 1
         for key in started:
             del self._waiting[key]
         return started

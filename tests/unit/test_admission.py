@@ -75,6 +75,14 @@ def test_a_full_group_is_passed_and_keeps_nobody_back() -> None:
     assert waits.due(1.0) == ["a1"]
 
 
+def test_many_of_one_full_group_do_not_leave_the_node_idle() -> None:
+    waits = gate(size=2, per_group=1)
+    for number in range(LOOK_AHEAD + 2):
+        waits.ask(f"a{number}", "a", need(1))
+    waits.ask("b", "b", need(1))
+    assert waits.due(0.0) == ["a0", "b"]
+
+
 def test_a_call_looks_at_so_many_and_comes_to_all() -> None:
     waits = gate(per_group=1)
     for number in range(3 * LOOK_AHEAD):

@@ -130,9 +130,9 @@ def test_a_failed_upstream_is_asked_again(sessions: ScriptedSessions, monkeypatc
         assert failure.exit_status == named and metrics.retries == 2
 
 
-def test_a_silent_session_is_lost_by_the_deadline(sessions: ScriptedSessions) -> None:
+def test_a_session_that_is_silent_until_the_deadline(sessions: ScriptedSessions) -> None:
     failure, _ = play(sessions, Hang(1.0), seconds=0.3)
-    assert failure.exit_status == ExitStatus.SESSION_LOST
+    assert failure.exit_status == ExitStatus.AGENT_TIMEOUT
 
 
 def test_observation() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +19,7 @@ from rl360.agents.records import RecordLog
 from rl360.agents.rollout import AttemptSpec, Played, roll_out_slot
 from rl360.commands import tasks as tasks_command
 from rl360.config.run import RunConfig
-from rl360.errors import CorruptObject, InfraLosses
+from rl360.errors import CorruptObject, InfraLosses, StoreUnavailable
 from rl360.harbor.outcome import ExitStatus
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA, Outcome
 from rl360.report.markdown import step_markdown
@@ -260,12 +263,65 @@ def test_waves_of_a_step_that_lose_their_attempts_stop_it_and_a_resume_goes_on(m
     job = Job(config, 0, "roll_out-0000", cast(Any, None), cast(Any, store), logging.getLogger("test"))
     waves = [[AttemptSpec(f"w{w}-a{n:02}", f"w{w}", "t", "/t", "d") for n in range(20)] for w in range(2)]
     logs = [RecordLog(job.store, "demo", 0, wave, every_s=0.0) for wave in range(2)]
-    roll_out_task._share.cache_clear()
+    roll_out_task._shares.cache_clear()
     asyncio.run(roll_out_task._run_wave(job, 0, waves[0], "demo:0", logs[0]))  # 20 ended: too few to judge
     with pytest.raises(InfraLosses, match=r"sandbox_lost .*provider: sandbox gone"):
         asyncio.run(roll_out_task._run_wave(job, 1, waves[1], "demo:0", logs[1]))
     kept = len(logs[1].stored)
     assert ENOUGH - 20 <= kept < 20
-    roll_out_task._share.cache_clear()  # another flow run
+    roll_out_task._shares.cache_clear()  # another flow run
     asyncio.run(roll_out_task._run_wave(job, 1, waves[1], "demo:0", RecordLog(job.store, "demo", 0, 1, every_s=0.0)))
     assert len(RecordLog(job.store, "demo", 0, 1).stored) == 20
+
+
+def test_waves_that_begin_at_once_have_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    def slow(*_: object) -> object:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.05)  # what was not found in the cache is made by both
+        return object()
+
+    monkeypatch.setattr(roll_out_task, "LossShare", slow)
+    roll_out_task._shares.cache_clear()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: roll_out_task._share("flow", "r", 0, 0.5), range(2))
+    roll_out_task._shares.cache_clear()
+    assert first is second
+
+
+def test_a_session_is_closed_though_its_quarantine_could_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    class Client:
+        async def play(self, spec: AttemptSpec, try_index: int) -> Played:
+            return Played(spec, try_index, 0.0, 1.0, "session", None, Outcome.NO_VERDICT, "")
+
+        async def finish(self, played: Played) -> AttemptRecord:
+            made = record("t", played.outcome)
+            return replace(made, attempt_id=played.attempt_id, session_id=played.session_id)
+
+        async def close_session(self, _attempt_id: str, session_id: str) -> None:
+            closed.append(session_id)
+
+    class Away(Budgets):
+        def __init__(self) -> None: ...
+
+        def refusal(self, task_id: str) -> None: ...
+
+        def note(self, record: AttemptRecord) -> Any:
+            return [record]
+
+        def publish(self, quarantine: Any) -> None:
+            raise StoreUnavailable("away")
+
+        def another(self, *_: Any) -> bool:
+            return False
+
+    async def nothing(_: AttemptRecord) -> None: ...
+
+    spec = AttemptSpec("s", "g", "t", "/t", "d")
+    work = roll_out_slot(cast(Any, Client()), spec, [], asyncio.Semaphore(1), nothing, nothing, Away())
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(work)
+    assert closed == ["session"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from rl360.agents import bash_agent
 from rl360.errors import BadInput
-from rl360.harbor.app import Attempts, FlushRequest
+from rl360.harbor.app import Attempts, FlushRequest, make_app
 from rl360.harbor.judge import Judge
 from rl360.harbor.protocol import JudgeOrder, RunRequest
 from rl360.harbor.runner import Runner, prepare
@@ -46,12 +48,15 @@ def test_an_attempt_flushed_before_it_began_frees_its_place(tmp_path: Path) -> N
             return ended, attempts.running
 
     ended, running = asyncio.run(go())
-    assert isinstance(ended, asyncio.CancelledError)
+    assert (ended.outcome, ended.exit_status) == ("aborted", "Aborted")
     assert running == 0
 
 
 class Full(NeverStarts):
     """A provider whose quota is spent."""
+
+    async def reap(self) -> list[str]:
+        return []
 
     async def new_workspace(self, name: str, _source: Path | None) -> Workspace:
         raise SandboxStartError(f"{name}: quota", refused=True)
@@ -72,6 +77,49 @@ def test_a_refused_start_narrows_the_window_and_gives_its_room_back(tmp_path: Pa
         assert gate.reservations.left == gate.reservations.room and gate.waves.live == 0
 
     asyncio.run(go())
+
+
+# of a client that knows the plain contract and none of our fields
+PLAIN: dict[str, Any] = {"instance_id": "NAME", "agent_name": "bash", "split": "train", "model": "openai/policy"}
+PLAIN |= {"base_url": "http://h:1/sessions/s-17/v1", "sampling_params": {"temperature": 1.0}, "max_seq_len": 4096}
+PLAIN |= {"session_server_id": "h:1", "session_server_instance_id": "trainer", "api_key": "k"}
+
+
+def test_a_plain_client_is_served(tmp_path: Path) -> None:
+    task = next(path for path in sorted(BUILTIN_DIR.iterdir()) if path.is_dir())
+    token = {"authorization": "Bearer " + "t" * 16}
+    gate = gate_of(parse_args([]), host_room(tmp_path))
+    app = make_app(cast(SandboxProvider, Full()), AGENTS, gate, 9, "t" * 16, tasks=task.parent)
+    with TestClient(app) as http:
+
+        def post(path: str, body: Any, headers: Any = token) -> tuple[int, Any]:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            reply = http.post(path, content=data, headers=headers)
+            return reply.status_code, reply.json()
+
+        status, first = post("/run", PLAIN | {"instance_id": task.name})
+        assert (status, first["exit_status"], first["reward"]) == (200, "EnvStartFailed", None)
+        assert {"reward", "exit_status", "eval_report", "agent_metrics"} <= first.keys()
+        assert post("/run", PLAIN | {"instance_id": task.name}) == (200, first), "its session is its name"
+        other = {"instance_id": task.name, "base_url": "http://h:1/sessions/s-18/v1"}
+        assert post("/run", PLAIN | other)[1]["trial_id"] != first["trial_id"]
+        assert post("/flush", {"session_server_instance_id": "trainer"}) == (200, {"cancelled": 0})
+        for path, body, code, words in (
+            ("/run", PLAIN | {"instance_id": "../x"}, 400, "instance_id '../x' is not the name of a folder under"),
+            ("/run", PLAIN | {"instance_id": "/etc"}, 400, "is not the name of a folder under --tasks"),
+            ("/run", PLAIN | {"instance_id": "none", "base_url": "http://h/sessions/x"}, 400, "no such task directory"),
+            ("/run", PLAIN | {"base_url": "http://h/v1"}, 400, "attempt_id: Field required"),
+            ("/run", PLAIN | other | {"max_seq_len": 5}, 409, "ran with another max_seq_len"),
+            ("/run", b"{", 400, "Invalid JSON"),
+            ("/run", b"[]", 400, "Input should be an object"),
+            ("/run", b" " * ((1 << 20) + 1), 413, "body over 1048576 bytes"),
+            ("/flush", {}, 400, "nothing named"),
+            ("/flush", {"session_server_instance_id": ""}, 400, "at least 1 character"),
+            ("/flush", {"run": ""}, 400, "at least 1 character"),
+        ):
+            status, said = post(path, body)
+            assert (status, said["error"]["code"]) == (code, code) and words in said["error"]["message"]
+        assert post("/run", PLAIN, {})[0] == 401 and post("/flush", PLAIN, {})[0] == 401
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 
+from rl360.agents import bash_agent
 from rl360.agents.base import AgentContext, AgentEnd
 from rl360.errors import BadInput
 from rl360.harbor.app import Attempts
@@ -18,7 +20,7 @@ from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.runner import SLACK_S, Attempt, Prepared, Runner, prepare
 from rl360.harbor.task import load_task
-from rl360.sandboxes.provider import ExecResult, SandboxSpec, SandboxStartError, StopProof, Workspace
+from rl360.sandboxes.provider import ExecResult, SandboxGone, SandboxSpec, SandboxStartError, StopProof, Workspace
 from rl360.tasksets.harbor_files import BUILTIN_DIR
 from tests.unit.virtual_time import gate, run_virtual
 
@@ -109,14 +111,14 @@ def agent_that_takes(seconds: float) -> Any:
     return agent
 
 
-async def carried(provider: SlowProvider, agent: Any) -> tuple[RunReply, float]:
+async def carried(provider: SlowProvider, agent: Any, http: Any = None) -> tuple[RunReply, float]:
     """The reply, and how long after the request it came."""
     loop = asyncio.get_running_loop()
     request, started = request_of(), loop.time()
     prepared = Prepared(request, TASK, agent, request.limits, AGENT_S, VERIFIER_S)
     attempt = Attempt(request)
     await asyncio.sleep(QUEUE_S)  # all of the queue's time, too
-    reply = await Runner(cast(Any, provider), cast(Any, None), "t" * 16).run(prepared, attempt)
+    reply = await Runner(cast(Any, provider), http, "t" * 16).run(prepared, attempt)
     return reply, loop.time() - started
 
 
@@ -202,6 +204,102 @@ def test_an_adapter_that_raises_anything_gives_an_outcome(tmp_path: Path, monkey
             reply, _ = run_virtual(carried(SlowProvider(tmp_path / name, Takes()), agent_that_takes(1.0)))
         assert (reply.outcome, reply.exit_status) == ("unclassified", ExitStatus.INTERNAL_ERROR)
         assert where in reply.detail and reply.cleanup.confirmed
+
+
+class Unproven(SlowProvider):
+    """Makes sandboxes of which nobody knows whether they are gone; its folders take their time."""
+
+    removed = False
+
+    async def new_workspace(self, name: str, source: Path | None) -> Workspace:
+        await asyncio.sleep(SETUP_S - 5.0)
+        return await super().new_workspace(name, source)
+
+    async def create(self, spec: SandboxSpec) -> SlowSandbox:
+        self.made.append(spec)
+        try:
+            await asyncio.sleep(spec.start_timeout_s)
+        except asyncio.CancelledError:
+            spec.stops.append(StopProof(False, "nobody knows", 0.0))
+            raise
+        await asyncio.sleep(3.0)  # to end it
+        raise SandboxStartError("not ready", StopProof(False, "nobody knows", 3.0))
+
+    async def remove_workspace(self, workspace: Workspace) -> str | None:
+        self.removed = True
+        return None
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_start_that_ends_late_or_is_flushed_says_how_it_was_ended(tmp_path: Path, flushed: bool) -> None:
+    provider = Unproven(tmp_path, Takes())
+
+    async def go() -> RunReply:
+        job = asyncio.ensure_future(carried(provider, agent_that_takes(1.0)))
+        await asyncio.sleep(QUEUE_S + SETUP_S - 4.0)
+        if flushed:
+            job.cancel()
+        return (await job)[0]
+
+    reply = run_virtual(go())
+    assert reply.outcome == ("aborted" if flushed else "sandbox_start")
+    assert not reply.cleanup.confirmed and reply.cleanup.evidence == "nobody knows" and not provider.removed
+    assert provider.made[0].start_timeout_s == pytest.approx(5.0), "what its folders left of the setup's time"
+
+
+def test_what_may_still_live_holds_its_room_for_as_long_as_its_lease(tmp_path: Path) -> None:
+    async def go() -> None:
+        provider = SlowProvider(tmp_path, Takes(stop=math.inf))
+        attempts = Attempts(Runner(cast(Any, provider), cast(Any, None), "t" * 16), gate(1), 8)
+        reply = await attempts.submit(request_of(), "", {"bash": agent_that_takes(1.0)})
+        assert reply.outcome == "sandbox_lost" and not reply.cleanup.confirmed
+        assert attempts.gate.waves.live == 1 and attempts.counts()["held_unconfirmed"] == 1
+        await asyncio.sleep(DEADLINE_S + 1.0)
+        assert attempts.gate.waves.live == 0 and attempts.counts()["held_unconfirmed"] == 0
+        assert attempts.gate.reservations.left == attempts.gate.reservations.room
+
+    run_virtual(go())
+
+
+@pytest.mark.parametrize("by_contents", [False, True])
+def test_a_timeout_whose_verifier_the_host_lost_is_no_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_contents: bool
+) -> None:
+    async def gone(*_: object) -> None:
+        raise SandboxGone("gone", by_contents=by_contents)
+
+    monkeypatch.setattr(SlowSandbox, "exec", gone)
+    reply, _ = run_virtual(carried(SlowProvider(tmp_path, Takes()), agent_that_takes(math.inf)))
+    assert reply.exit_status == ExitStatus.AGENT_TIMEOUT
+    assert reply.outcome == ("agent_timeout" if by_contents else "sandbox_lost")
+
+
+@pytest.mark.parametrize(("answers", "outcome"), [(False, "no_engine"), (True, "passed")])
+def test_time_that_went_into_a_model_that_refuses_is_not_the_agents(
+    tmp_path: Path, answers: bool, outcome: str
+) -> None:
+    """The engines go away in its last seconds; if a turn came after that, the rest of the time was its own."""
+    loop_of = asyncio.get_running_loop
+    said = {"choices": [{"message": {"role": "assistant", "tool_calls": [{}]}}]}
+
+    async def model(_: httpx.Request) -> httpx.Response:
+        asked = model_asked.append(loop_of().time()) or len(model_asked)
+        if asked == 1:
+            await asyncio.sleep(AGENT_S - 2.0)
+        if asked == 2 and answers:
+            return httpx.Response(200, json=said)
+        if asked > 2 and answers:
+            await asyncio.sleep(AGENT_S)
+        return httpx.Response(503, json={"error": {"code": "no_engine", "message": "none"}})
+
+    model_asked: list[float] = []
+
+    async def go() -> RunReply:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(model)) as http:
+            return (await carried(SlowProvider(tmp_path, Takes()), bash_agent.run, http))[0]
+
+    reply = run_virtual(go())
+    assert len(model_asked) >= 3 and (reply.outcome, reply.reward) == (outcome, 1.0 if answers else None)
 
 
 @pytest.mark.parametrize("less", [1.0, 20.0])

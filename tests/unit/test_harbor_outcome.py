@@ -45,11 +45,12 @@ def test_verifier_problems_keep_their_name() -> None:
     assert outcome_of(ExitStatus.AGENT_TIMEOUT, None, Outcome.NO_VERDICT) == Outcome.AGENT_TIMEOUT
 
 
+@pytest.mark.parametrize("problem", [Outcome.JUDGE_ERROR, Outcome.SANDBOX_START, Outcome.SANDBOX_LOST])
 @pytest.mark.parametrize("status", sorted(VERIFIED_AFTER))
-def test_a_judge_that_failed_is_named_whatever_the_agents_end(status: ExitStatus) -> None:
+def test_what_kept_a_verdict_away_is_named_whatever_the_agents_end(status: ExitStatus, problem: Outcome) -> None:
     """A timeout too: `rollout.unverified_timeout: score_zero` would make a number of it."""
-    assert outcome_of(status, None, Outcome.JUDGE_ERROR) is Outcome.JUDGE_ERROR
-    assert Outcome.JUDGE_ERROR in RETRYABLE & INFRA
+    assert outcome_of(status, None, problem) is problem
+    assert problem in RETRYABLE & INFRA
 
 
 def test_what_has_a_verdict_is_not_retried() -> None:

@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from rl360.errors import CorruptObject
+from rl360.harbor import app as app_module
 from rl360.harbor import replies as module
 from rl360.harbor.app import Attempts, FlushRequest
 from rl360.harbor.protocol import RunReply
@@ -59,6 +60,43 @@ def test_a_reply_is_stored_before_it_is_answered(store: MemoryStore, ran: Counte
 
     run_virtual(go())
     assert ran == {"a": 1}
+
+
+def test_a_reply_that_waits_for_the_store_is_not_forgotten(
+    store: MemoryStore, ran: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go() -> None:
+        monkeypatch.setattr(app_module, "IN_STORE", 1)
+        server = Server(store, "one", ran)
+        asked = asyncio.create_task(heard(server, request_of("a")))
+        await asyncio.sleep(1.0)
+        store.down = True
+        assert await asked == "StoreUnavailable"
+        store.down = False
+        for name in "bc":
+            assert isinstance(await heard(server, request_of(name)), RunReply)
+        assert cast(RunReply, await heard(server, request_of("a"))).detail == "ran to its end"
+        await server.attempts.replies.claim(request_of("d"))  # type: ignore[union-attr]
+        lost = cast(RunReply, await server.attempts.replies.claim(request_of("d")))  # type: ignore[union-attr]
+        assert lost.outcome == "sandbox_lost", "claimed in this life, and begun: it does not run twice"
+
+    run_virtual(go())
+    assert ran == {"a": 1, "b": 1, "c": 1}
+
+
+def test_an_attempt_flushed_while_it_is_claimed_is_aborted(store: MemoryStore, ran: Counter[str]) -> None:
+    async def go() -> None:
+        one, two = Server(store, "one", ran), Server(store, "two", ran)
+        runs = asyncio.create_task(heard(two, request_of("a")))
+        await asyncio.sleep(1.0)
+        asked = [asyncio.create_task(heard(one, request_of("a"))) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        assert one.attempts.flush(FlushRequest(attempt_ids=["a"])) == 1
+        said = [cast(RunReply, reply) for reply in await asyncio.gather(*asked, runs)]
+        assert said == [said[0]] * 3 and said[0].outcome == "aborted" and one.attempts.running == 0
+        assert one.attempts.outcomes == {"aborted": 1}
+
+    run_virtual(go())
 
 
 def test_a_running_attempt_whose_server_died_is_lost_once(store: MemoryStore, ran: Counter[str]) -> None:
