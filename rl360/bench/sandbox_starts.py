@@ -4,14 +4,15 @@
   together at the end; a start's time runs from when it begins.
 `cpu_per_sandbox`: CPU of this process and of all it started, from the workspace to its proven end, against a bare
   `bwrap ... true` with the same namespaces and mounts.
-`neighbour_slowdown`: a fixed piece of work in one sandbox, alone and while another sandbox builds with many processes.
-  Ours: the reservations the product writes; baseline: the same without control groups.
+`neighbour_slowdown`: a fixed piece of work in one sandbox, alone and while others build in more sandboxes than
+  there are cores. Ours: the reservations the product writes; baseline: the same without control groups.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import statistics
 import subprocess
@@ -35,7 +36,8 @@ NEIGHBOUR = "neighbour_slowdown"
 ROWS = (*STARTS, CPU, NEIGHBOUR)
 PACE = Pace(size=8, interval_s=0.05, max_concurrent=1024, per_group=1024, ready_goal_s=0.15)
 START_S = 120.0
-HEAVY = "for i in 1 2 3 4 5 6 7 8; do (while :; do :; done) & done; wait"
+HEAVY = "for i in 1 2 3 4; do (while :; do :; done) & done; wait"
+BY_CORE = 2  # builds: kernels give each session a share, so one build alone would take little even without groups
 WORK = "i=0; while [ $i -lt {turns} ]; do i=$((i+1)); done"
 
 
@@ -176,12 +178,17 @@ def cpu_rows(options: Options) -> Iterator[Row]:
 # a heavy neighbour
 
 
+def builds(cores: int) -> list[SandboxLimits]:
+    """Neighbours that may use every core and try to: only what is reserved for others holds them back."""
+    return [SandboxLimits(cpus=cores, reserved_cpus=0.05, cpu_time_s=600)] * (BY_CORE * cores)
+
+
 async def _slowdown(turns: int, repeats: int) -> float:
-    """Seconds of the work beside a heavy build over its seconds alone."""
+    """Seconds of the work beside heavy builds over its seconds alone."""
     promised = SandboxLimits(cpus=1.0, reserved_cpus=1.0, cpu_time_s=600)
-    heavy = SandboxLimits(cpus=1.0, reserved_cpus=0.05, cpu_time_s=600)
     async with provider() as made:
-        worker, builder = await start(made, "worker", promised), await start(made, "builder", heavy)
+        worker = await start(made, "worker", promised)
+        builders = [await start(made, f"builder{n}", limits) for n, limits in enumerate(builds(os.cpu_count() or 1))]
 
         async def work() -> float:
             done = await worker.exec(WORK.format(turns=turns), START_S)
@@ -191,14 +198,14 @@ async def _slowdown(turns: int, repeats: int) -> float:
 
         await work()
         alone = statistics.median([await work() for _ in range(repeats)])
-        build = asyncio.ensure_future(builder.exec(HEAVY, START_S))
+        at_work = [asyncio.ensure_future(builder.exec(HEAVY, START_S)) for builder in builders]
         await asyncio.sleep(0.5)
         beside = statistics.median([await work() for _ in range(repeats)])
-        proof = await builder.stop()
-        build.cancel()
-        await asyncio.gather(build, return_exceptions=True)
-        if not proof.confirmed or (problem := await made.remove_workspace(builder.spec.workspace)):
-            raise Rl360Error(f"{proof.evidence}; {problem}")
+        for job in at_work:
+            job.cancel()
+        await asyncio.gather(*at_work, return_exceptions=True)
+        for builder in builders:
+            await finish(made, builder)
         await finish(made, worker)
     return beside / alone
 
@@ -218,7 +225,7 @@ def neighbour_rows(options: Options) -> Iterator[Row]:
     if "cpu" not in cgroups.parents().controllers:
         options.say("neighbour_slowdown: no cpu control group to write here; left out")
         return
-    options.say("neighbour_slowdown: work alone and beside eight busy processes")
+    options.say("neighbour_slowdown: work alone and beside builds that may use every core")
     turns, repeats = (100_000, 3) if options.quick else (400_000, 9)
     ours = asyncio.run(_slowdown(turns, repeats))
     with without_groups():

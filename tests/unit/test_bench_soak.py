@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -41,9 +42,22 @@ def test_an_outcome_that_nothing_explains(tmp_path: Path, struck: str, outcome: 
     assert set().union(*EXPECTED.values()) <= set(Outcome)
 
 
+@pytest.mark.parametrize(("restarts", "odd"), [(0, 9), (1, 6), (2, 3), (3, 0)])
+def test_a_kill_of_the_server_explains_no_more_than_was_in_flight(tmp_path: Path, restarts: int, odd: int) -> None:
+    work = soaked(tmp_path, **{f"a{number}": "not" for number in range(9)})
+    work.replies, work.restarts = {name: {"outcome": "sandbox_lost"} for name in work.attempts}, restarts
+    assert len(work.odd()) == odd
+
+
 @pytest.mark.parametrize(
     ("memory", "growth"),
-    [([], 0.0), ([(100, 90.0), (200, 100.0), (300, 100.0)], 0.0), ([(0, 0.0), (100, 100.0), (1100, 103.0)], 3.0)],
+    [
+        ([], math.inf),
+        ([(100, 90.0)], math.inf),
+        ([(100, 90.0), (200, 99.0)], math.inf),
+        ([(100, 90.0), (200, 100.0), (300, 100.0)], 0.0),
+        ([(0, 0.0), (100, 100.0), (1100, 103.0)], 3.0),
+    ],
 )
 def test_memory_that_grows(tmp_path: Path, memory: list[tuple[int, float]], growth: float) -> None:
     work = soaked(tmp_path)
