@@ -71,6 +71,7 @@ class Watch:
     starts: int = 0
     not_before: float = 0.0
     twin: str = ""
+    failed: str = ""  # the error that was said last
 
 
 @dataclass
@@ -201,9 +202,15 @@ class Keeper:
                 del self.tasks[name]
                 error = task.exception()
                 if isinstance(error, Rl360Error):
-                    self.say(f"{name}: {error}")
+                    self.failed(name, str(error))
                 elif error is not None:
                     raise error
+
+    def failed(self, name: str, error: str) -> None:
+        """An error goes to the log when it is another one than before, and to `rl360 fleet status` while it lasts."""
+        if self.watch(name).failed != error:
+            self.say(f"{name}: {error}")
+        self.watch(name).failed = self.notes[name] = error
 
     def leave(self, name: str, other: str) -> None:
         """Two slots hold one engine: it is looked after, and ended, as the other one's only."""
@@ -234,27 +241,28 @@ class Keeper:
 
     async def write(self, slot: Slot | None, events: Sequence[Event]) -> Slot | None:
         """Write the events if the slot is still as it was seen; the slot after them, or None when somebody moved it."""
-        name = events[0].engine
+        name, won = events[0].engine, list[Event]()
 
         def decide(state: FleetState) -> list[Event]:
+            won.clear()
             now = state.slots.get(name)
             if now != slot or not self.lease.held:
                 return []
             over = claim_is_over(self.store, now.owner) if now and now.owner not in (None, self.me) else ""
             if now is not None and now.owner not in (None, self.me) and not over:
                 return []
-            return taking(list(events), now, self.me, over)
+            won[:] = taking(list(events), now, self.me, over)
+            return won
 
         state = await asyncio.to_thread(self.log.append, self.me, decide)
-        after = state.slots.get(name)
-        if after == slot:
+        if not won:
             return None
         for event in events:
             self.say(
                 f"{name}: {event.was or 'new'} -> {event.to}: {event.reason}"
                 + (f" ({event.evidence})" if event.evidence else "")
             )
-        return after
+        return state.slots[name]
 
     async def mend(self, name: str, slot: Slot | None, seen: health.Seen, workers: dict[str, Worker]) -> None:
         """The next safe thing for one engine."""
@@ -449,27 +457,10 @@ class Keeper:
             return
         watch.starts += 1
         watch.not_before = time.monotonic() + min(BACKOFF_MAX_S, BACKOFF_S * 2**watch.starts)
-        fresh: dict[str, Any] = {
-            "incarnation": "",
-            "process": None,
-            "ref": {},
-            "epoch": None,
-            "version": "",
-            "evidence": "",
-        }
+        fresh: dict[str, Any] = {"incarnation": "", "process": None, "ref": {}, "epoch": None, "version": ""}
         url = slot.url if slot.launcher == "local" else ""
-        await self.write(
-            slot,
-            [
-                change(
-                    slot,
-                    S.JOINING,
-                    f"replaces incarnation {slot.incarnation or 'that never answered'}",
-                    url=url,
-                    **fresh,
-                )
-            ],
-        )
+        reason = f"replaces incarnation {slot.incarnation or 'that never answered'}"
+        await self.write(slot, [change(slot, S.JOINING, reason, url=url, **fresh)])
 
     async def starting(self, slot: Slot) -> None:
         """joining, never seen: have it started, find its URL, give up `start_s` after it was first seen running."""
@@ -478,13 +469,15 @@ class Keeper:
             return
         if slot.process is None and not slot.ref:
             if time.monotonic() < watch.not_before and watch.misses:
+                if watch.failed:
+                    self.notes[slot.name] = watch.failed
                 return
             watch.misses += 1
             watch.not_before = time.monotonic() + min(BACKOFF_MAX_S, BACKOFF_S * 2**watch.misses)
             self.lease.check()
             made = await launcher.start(self.start_of(slot), self.options.end_s)
             await self.write(slot, [self.told(slot, made, f"{slot.launcher} started {made.mark}")])
-            watch.misses = 0
+            watch.misses, watch.failed = 0, ""
             return
         proof = await self.proof(slot)
         if proof.gone:
