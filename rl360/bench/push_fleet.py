@@ -135,18 +135,20 @@ class SentWeights:
         self.tensors: dict[str, torch.Tensor] = {}
         for path in sorted(model_dir.glob("*.safetensors")):
             self.tensors.update({name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()})
+        self.model = dict(self.tensors)
         self.senders = Senders()
         self.before: Callable[[PushPlan], None] | None = None
         self.asked: Callable[[], None] | None = None
 
     def change(self, seed: int) -> None:
-        """Other weights, the same for the same seed and the weights before."""
+        """Other weights, the same for the same seed. The noise is on the model, not on the weights before: on top of
+        much noise a little more changes no answer."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {
             name: (tensor.float() + 0.1 * torch.randn(tensor.shape, generator=generator)).to(torch.bfloat16)
-            for name, tensor in self.tensors.items()
+            for name, tensor in self.model.items()
         }
 
     def expected(self) -> dict[str, str]:

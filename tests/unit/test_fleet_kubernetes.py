@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import threading
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from urllib.parse import parse_qsl
 import pytest
 import yaml
 
+from rl360.config.services import service_token
 from rl360.engines.launch import parse_options
 from rl360.engines.launchers import kubernetes
 from rl360.engines.launchers.base import Handle, Start
@@ -156,8 +158,8 @@ def test_the_rendered_manifest_is_a_pod_that_starts_one_engine() -> None:
     assert engine["command"] == ["python", "-m", "rl360.engines.launch"]
     assert engine["ports"] == [{"name": "http", "containerPort": 13_000}]
     assert engine["args"][engine["args"].index("--host") :][:2] == ["--host", "0.0.0.0"]
-    for item in pod["spec"]["volumes"]:
-        assert item["name"] in {mount["name"] for mount in engine["volumeMounts"]}
+    mounts = [mount for each in (engine, *pod["spec"]["initContainers"]) for mount in each["volumeMounts"]]
+    assert {item["name"] for item in pod["spec"]["volumes"]} == {mount["name"] for mount in mounts}
     yaml.safe_dump(pod)
 
 
@@ -170,14 +172,30 @@ def test_the_arguments_of_the_pod_are_options_of_the_launcher(tmp_path: Path) ->
     assert (options.strict, options.weights_dir) == (True, "/weights")
 
 
-def test_the_pod_sees_the_home_that_its_door_and_its_pulls_read() -> None:
+def test_the_pod_sees_the_home_that_its_door_and_its_pulls_read(tmp_path: Path) -> None:
     spec = render_pod(yaml.safe_load(TEMPLATE.read_text()), START, FLEET, "rl")["spec"]
     (engine,) = spec["containers"]
     mounts = {mount["mountPath"]: mount for mount in engine["volumeMounts"]}
     env = {item["name"]: item["value"] for item in engine["env"]}
     assert env["RL360_TOKEN_FILE"] == f"{env['RL360_HOME']}/token"
-    (home,) = [item for item in spec["volumes"] if item["name"] == mounts[env["RL360_HOME"]]["name"]]
-    assert home["secret"]["defaultMode"] == 0o400  # others may not read it, or it is refused
+    volumes = {item["name"]: item for item in spec["volumes"]}
+    # as with fsGroup, where a secret's files are links, and their group may read them
+    secret, home = tmp_path / "secret", tmp_path / "home"
+    (secret / "..data").mkdir(parents=True), home.mkdir()
+    for name in ("services.json", "secrets.json", "token"):
+        (secret / "..data" / name).write_text("token-of-the-pod-tests")
+        (secret / "..data" / name).chmod(0o440)
+        (secret / name).symlink_to(f"..data/{name}")
+    (copies,) = spec["initContainers"]
+    from_to = {mount["mountPath"]: volumes[mount["name"]] for mount in copies["volumeMounts"]}
+    assert from_to["/secret"]["secret"]["secretName"] == "rl360-home"
+    assert "emptyDir" in from_to[env["RL360_HOME"]] and from_to[env["RL360_HOME"]] is volumes["home"]
+    assert mounts[env["RL360_HOME"]] == {"name": "home", "mountPath": env["RL360_HOME"], "readOnly": True}
+    shell = copies["command"][-1].replace("/secret", f"{secret}").replace(env["RL360_HOME"], f"{home}")
+    subprocess.run([*copies["command"][:-1], shell], check=True, timeout=10)
+    assert {path.name for path in home.iterdir()} == {"services.json", "secrets.json", "token"}
+    assert not any(path.stat().st_mode & 0o077 for path in home.iterdir())
+    assert service_token(home / "token") == "token-of-the-pod-tests"
     assert not mounts["/weights"].get("readOnly")
 
 

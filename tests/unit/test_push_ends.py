@@ -305,7 +305,7 @@ def test_a_fenced_engine_that_holds_the_version_gets_no_traffic_but_by_who_has_i
         lambda state: walk(state.slots["engine-0"], [S.SUSPECT] if lives else [S.SUSPECT, S.FENCED], "?", holds=lives),
     )
     assert world.ensure(1) is None
-    assert set(world.gateway.urls()) == {theirs.url, ours.url} if lives else {ours.url}
+    assert set(world.gateway.urls()) == ({theirs.url, ours.url} if lives else {ours.url})
 
 
 def test_a_door_that_is_closed_to_us_stops_no_push_that_has_no_business_there(world: World) -> None:
