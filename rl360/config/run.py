@@ -140,9 +140,9 @@ class RolloutConfig(_Section):
 class SandboxConfig(_Section):
     """Limits of one sandbox."""
 
-    memory_mb: int = Field(512, ge=16)
-    pids: int = Field(64, ge=4)
-    cpus: float = Field(1.0, gt=0, description="what it may use while others leave it idle")
+    memory_mb: int = Field(512, ge=16, le=1 << 20)
+    pids: int = Field(64, ge=4, le=65_536)
+    cpus: float = Field(1.0, gt=0, le=1024, description="what it may use while others leave it idle")
     reserved_cpus: float = Field(
         0.05,
         gt=0,

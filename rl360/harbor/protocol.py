@@ -7,23 +7,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rl360.config.run import JudgeConfig
+from rl360.config.run import JudgeConfig, SandboxConfig
 from rl360.harbor.verdict import Verdict
 from rl360.ledger.outcomes import Outcome
 
 
-class SandboxLimits(BaseModel):
+class SandboxLimits(SandboxConfig):
     """Resources of one sandbox; a task's own `[environment]` values may lower them, never raise them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    memory_mb: int = Field(512, ge=16, le=1 << 20)
-    pids: int = Field(64, ge=4, le=65_536)
-    cpus: float = Field(1.0, gt=0, le=1024)
-    reserved_cpus: float = Field(0.05, gt=0, le=1024, description="of `cpus`, what is its own when the host is full")
-    cpu_time_s: float = Field(60.0, gt=0)
-    file_size_mb: int = Field(64, ge=1)
-    output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
 
 
 class JudgeOrder(JudgeConfig):

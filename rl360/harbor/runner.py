@@ -248,10 +248,8 @@ class Runner:
         except Exception as error:  # a provider's adapter, or a bug: an outcome all the same, and torn down
             log.exception("attempt %s", attempt.request.attempt_id)
             if attempt.verdict is None:
-                attempt.exit_status, attempt.detail = (
-                    ExitStatus.INTERNAL_ERROR,
-                    f"{type(error).__name__}: {error}"[:500],
-                )
+                attempt.exit_status = ExitStatus.INTERNAL_ERROR
+                attempt.detail = f"{type(error).__name__}: {error}"[:500]
         finally:
             attempt.closing = True
             with attempt.timed("teardown"):
