@@ -26,12 +26,14 @@ from typing import Any
 from rl360.agents import harness_entry
 from rl360.agents.base import Agent, AgentContext, AgentEnd
 from rl360.agents.harness import INSIDE, PORT, Relay, ended, listening, listening_here
+from rl360.errors import Rl360Error
 from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.real.place import require_ready
 
 ROOT = Path(__file__).resolve().parents[3]
 LINE_BYTES = 16 << 20
 OUTPUT_BYTES = 256 << 10
+HAND_OVER_S = 30.0  # for the process to take a trial, its imports included
 PATH = "/usr/local/bin:/usr/bin:/bin"
 ON_HOST, INSTALLED = "terminus-2", "mini-swe-agent"  # where the agent's own loop runs: Harbor's process, or the sandbox
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "off", "OPENAI_API_KEY": "rl360"}
@@ -47,6 +49,7 @@ class Worker:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
         env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
         argv = [str(self.folder / "bin" / "python"), "-m", "rl360.harbor.real.worker"]
         with theirs:
@@ -59,14 +62,33 @@ class Worker:
             )
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A trial's connection. While the process still imports Harbor it waits there."""
+        """A trial's connection. While the process still imports Harbor it waits there. Raises `Rl360Error` when the
+        process takes none."""
         if self._process.poll() is not None:
             self._control.close()
             self._start()
         ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [b"t"], [theirs.fileno()])
-        return await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
+        try:
+            with theirs:
+                await self._hand_over(theirs.fileno())
+            return await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
+        except BaseException:
+            ours.close()
+            raise
+
+    async def _hand_over(self, descriptor: int) -> None:
+        """Never blocking: a process that hangs with a full socket would hold up every attempt of this server."""
+        until = asyncio.get_running_loop().time() + HAND_OVER_S
+        while True:
+            try:
+                socket.send_fds(self._control, [b"t"], [descriptor])
+                return
+            except BlockingIOError:
+                if asyncio.get_running_loop().time() > until:
+                    raise Rl360Error(f"Harbor's process took no trial within {HAND_OVER_S:g} s") from None
+            except OSError as error:  # it ended between our look and this
+                raise Rl360Error(f"Harbor's process takes no trial: {error}") from None
+            await asyncio.sleep(0.05)
 
     def close(self) -> None:
         """End it and see that."""

@@ -28,9 +28,9 @@ from harbor.models.trial.paths import TrialPaths
 from rl360.harbor.real.sandbox import LINE_BYTES, AttemptEnvironment, Channel
 
 
-async def trial(order: dict[str, Any], channel: Channel) -> None:
+async def trial(order: dict[str, Any], channel: Channel, scratch: Path) -> None:
     """Set the agent up and let it run; whatever it raises is its own."""
-    folder = Path(tempfile.mkdtemp(prefix="rl360-trial-"))
+    folder = Path(tempfile.mkdtemp(prefix="trial-", dir=scratch))
     try:
         paths = TrialPaths(trial_dir=folder / "trial")
         paths.mkdir()
@@ -54,13 +54,13 @@ async def trial(order: dict[str, Any], channel: Channel) -> None:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-async def serve(connection: socket.socket) -> None:
+async def serve(connection: socket.socket, scratch: Path) -> None:
     """One trial."""
     reader, writer = await asyncio.open_unix_connection(sock=connection, limit=LINE_BYTES)
     channel = Channel(reader, writer)
     try:
         order = json.loads(await reader.readline())
-        work = asyncio.create_task(trial(order, channel))
+        work = asyncio.create_task(trial(order, channel, scratch))
         gone = asyncio.create_task(channel.listen())
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -75,7 +75,8 @@ async def serve(connection: socket.socket) -> None:
 
 
 async def main() -> None:
-    """Until standard input ends."""
+    """Until standard input ends. All trials' files are in one folder, which goes with this process."""
+    scratch = Path(tempfile.mkdtemp(prefix="rl360-harbor-"))
     control = socket.socket(fileno=0)
     control.setblocking(False)
     loop, trials, over = asyncio.get_running_loop(), set[asyncio.Task[None]](), asyncio.Event()
@@ -85,12 +86,13 @@ async def main() -> None:
         if not data:
             over.set()
         for descriptor in descriptors:
-            task = asyncio.create_task(serve(socket.socket(fileno=descriptor)))
+            task = asyncio.create_task(serve(socket.socket(fileno=descriptor), scratch))
             trials.add(task)
             task.add_done_callback(trials.discard)
 
     loop.add_reader(control, take)
     await over.wait()
+    shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)  # trials whose sandboxes are nobody's any more
 
 
