@@ -230,8 +230,10 @@ def test_patience_of_a_start_is_bounded(world: FleetWorld) -> None:
     async def use(keeper: Keeper) -> None:
         keeper.launchers["local"] = LocalLauncher(world.services, ("sleep", "600", "#"))
         keeper.launchers["local"].argv = (sys.executable, "-c", "import time; time.sleep(600)")  # type: ignore[attr-defined]
-        for _ in range(4):
+        for _ in range(40):  # when it began to run is kept to a tenth of a second
             await keeper.round()
+            if "gone" in world.path("local-0"):
+                break
         await keeper.close()
 
     world.keep(use, dataclasses.replace(OPTIONS, start_s=0.001))
