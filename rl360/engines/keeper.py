@@ -215,7 +215,7 @@ class Keeper:
     def leave(self, name: str, other: str) -> None:
         """Two slots hold one engine: it is looked after, and ended, as the other one's only."""
         if self.watch(name).twin != other:
-            self.say(f"{name}: is the same engine as {other} and left alone; then: rl360 fleet remove {name}")
+            self.say(f"{name}: is the same engine as {other}, which has it; this one is left alone")
         self.watch(name).twin = other
 
     async def look(self, state: FleetState, kept: Mapping[str, str], name: str, url: str) -> health.Seen:
