@@ -672,8 +672,8 @@ def test_flush_cancels(server: Server, sessions: ScriptedSessions, task: Path) -
         ({"task_dir": "/nowhere"}, "/nowhere: no such task directory"),
         ({"task_dir": None}, "task_dir is missing"),
         ({"agent_name": "os:system"}, "agent_name 'os:system' is not one of bash"),
-        ({"max_turns": 0}, "max_turns = 0"),
-        ({"limits": {"memory_mb": 1}}, "limits.memory_mb = 1"),
+        ({"max_turns": 0}, "max_turns: Input should be greater than or equal to 1 (got '0')"),
+        ({"limits": {"memory_mb": 1}}, "limits.memory_mb: Input should be greater than or equal to 16 (got '1')"),
     ],
 )
 def test_bad_requests(server: Server, task: Path, change: dict[str, Any], words: str) -> None:

@@ -140,12 +140,12 @@ def test_nothing_is_left_whatever_fails(creates: list[str], calls: list[str], ki
         provider = RemoteProvider(memory, root, "d")
         await asyncio.gather(*(attempt(provider, memory, number) for number in range(6)))
         if killed:  # its watches die with it, and its creates go on
-            for watch in list(provider._watches):
+            for watch in list(provider._watches.values()):
                 watch.cancel()
             provider.held.clear()
         else:
             while provider._watches:
-                await asyncio.wait(list(provider._watches))
+                await asyncio.wait(list(provider._watches.values()))
         await asyncio.gather(*memory.late)
         memory.calls.clear()
         lines = await provider.reap()
