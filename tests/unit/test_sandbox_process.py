@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,17 @@ def test_a_start_that_fails_leaves_no_descriptor(argv: list[str]) -> None:
     with pytest.raises(SandboxStartError, match="bwrap did not start"):
         asyncio.run(launch(SPEC, cgroups.Group(()), lambda *_: argv, {}, "", b""))
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_start_that_is_cancelled_leaves_its_proof() -> None:
+    spec = replace(SPEC, stops=[])
+
+    async def go() -> None:
+        job = asyncio.ensure_future(launch(spec, cgroups.Group(()), lambda *_: ["sleep", "60"], {}, "", b""))
+        await asyncio.sleep(0.02)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+
+    asyncio.run(go())
+    assert [proof.confirmed for proof in spec.stops] == [True]

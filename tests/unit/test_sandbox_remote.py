@@ -126,3 +126,18 @@ def test_a_start_that_is_cancelled_says_how_it_ended(
         await provider.aclose()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_start_that_is_cancelled_leaves_its_proof(
+    spec: SandboxSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int
+) -> None:
+    async def go() -> None:
+        provider = provided(Scripted(ends=ends, fill=asyncio.CancelledError()), tmp_path, monkeypatch)
+        with pytest.raises(asyncio.CancelledError):
+            await provider.create(spec)
+        assert [proof.confirmed for proof in spec.stops] == [ends == 0]
+        await settled(provider)
+        await provider.aclose()
+
+    asyncio.run(go())
