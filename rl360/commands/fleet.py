@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rl360.weights.messages import PushRecord
 
 PROBE_DEADLINE_S = 5.0
+BEFORE_A_PUSH = "engines that are joining are normal before the first push of a run: start a run"
 ADD_EXAMPLES = (
     "Examples:",
     "rl360 fleet add --local 1",
@@ -83,7 +84,7 @@ def engine_state(probe: Probe, in_gateway: bool, version: str | None) -> str:
     from rl360.engines.fleet import EngineState
 
     if probe.identity is None:
-        return str(EngineState.SUSPECT if probe.silent else EngineState.GONE)
+        return str(EngineState.SUSPECT if probe.silent else EngineState.JOINING)
     if "#loading-" in (probe.weight_version or ""):
         return str(EngineState.LOADING)
     if version is None or probe.weight_version != version:
@@ -136,8 +137,9 @@ def _row(name: str, probe: Probe, gateway: dict[str, str], slot: Slot | None, ve
     if slot is None:
         state = engine_state(probe, word == "ready", version)
         unlogged: dict[str, Any] = {"owner": None, "launcher": "supervised", "logged": False, "evidence": ""}
-        unlogged |= {"since": None, "push": None, "lost_traffic": 0, "member": True, "unproven": []}
-        return row | unlogged | {"state": state, "reason": probe.reason}
+        unlogged |= {"since": None, "push": None, "lost_traffic": 0, "member": True, "unproven": [], "removed": None}
+        unseen = f"not seen yet: {probe.reason}" if probe.identity is None and not probe.silent else probe.reason
+        return row | unlogged | {"state": state, "reason": unseen}
     row |= {
         "state": str(slot.state),
         "owner": slot.owner,
@@ -152,10 +154,12 @@ def _row(name: str, probe: Probe, gateway: dict[str, str], slot: Slot | None, ve
         why.append("another incarnation answers now")
     elif probe.identity is None and slot.state not in ("gone", "fenced", "suspect"):
         why.append(probe.reason or "does not answer")
+    if slot.state == "gone" and slot.launcher == "supervised" and slot.member is not False and live != "answers":
+        why.append("being started by the supervisor")
     if slot.state == "serving" and word != "ready":
         why.append("not in the gateway; the next push or step puts it back")
     row |= {"reason": "; ".join(why), "evidence": slot.evidence, "member": slot.member is not False}
-    return row | {"unproven": [item.model_dump() for item in slot.unproven]}
+    return row | {"unproven": [item.model_dump() for item in slot.unproven], "removed": None}
 
 
 def describe(
@@ -207,6 +211,9 @@ def describe(
 def print_status(picture: dict[str, Any], recent: list[Entry]) -> None:
     """One line an engine, one a push that is unfinished, and what to do about it."""
     for row in picture["engines"]:
+        if row.get("removed"):
+            typer.echo(f"{row['engine']:<13} {row['state']} ({row['removed']}; {_back(row['engine'])})")
+            continue
         held = f"  held by {row['owner']}" if row["owner"] else ""
         why = f"  ({row['reason']})" if row["reason"] else ""
         shown = f"{row['engine']:<13} {row['state']:<9} {_age(row['since']):>7}  {row['version'] or '-':<12}"
@@ -214,7 +221,7 @@ def print_status(picture: dict[str, Any], recent: list[Entry]) -> None:
         shown += f" {push:<9} {row['launcher']:<10} {row['live']:<9} gateway: {row['gateway']}"
         typer.echo(f"{shown}{held}{why}")
         if row["start"]:
-            typer.echo(f"  its start: {row['start']}")
+            typer.echo(f"  {'its start' if row['state'] == 'joining' else 'the keeper'}: {row['start']}")
         for item in row.get("unproven", []):
             typer.echo(f"  not proven gone: incarnation {item['incarnation']}, before this one: {item['evidence']}")
             typer.echo(f"  then: rl360 fleet confirm-gone {row['engine']} --reason '...'")
@@ -224,9 +231,11 @@ def print_status(picture: dict[str, Any], recent: list[Entry]) -> None:
     typer.echo(f"keeper: {keepers or 'none; between pushes nobody looks after the engines (`rl360 fleet keep`)'}")
     last = picture["last_push"]
     if last is not None:
-        typer.echo(
-            f"last push: {last['version']} {last['status']}, epoch {last['epoch']}, paused {last['paused_s']:.2f} s"
-        )
+        why = f": {last['reason']}" if last["reason"] else ""
+        paused = f"paused {last['paused_s']:.2f} s"
+        typer.echo(f"last push: {last['version']} {last['status']}, epoch {last['epoch']}, {paused}{why}")
+    elif any(row["state"] == "joining" for row in picture["engines"]):
+        typer.echo(f"no push yet: {BEFORE_A_PUSH}")
     for push in picture["unfinished"]:
         state = "is running" if push["running"] else "did not finish"
         typer.echo(f"push epoch {push['epoch']} of {push['version']} {state}")
@@ -234,6 +243,10 @@ def print_status(picture: dict[str, Any], recent: list[Entry]) -> None:
             typer.echo(f"  not proven gone: {note['identity']['url']}: {note['evidence']}\n  then: {note['command']}")
     for line in (line for entry in recent for line in entry_lines(entry)):
         typer.echo(line)
+
+
+def _back(name: str) -> str:
+    return f"back with: rl360 fleet add {name}"
 
 
 def _age(since: float | None) -> str:
@@ -248,7 +261,7 @@ def entry_lines(entry: Entry) -> list[str]:
     """One line an event."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.at))
     return [
-        f"{at}  {entry.seq:>6}  {event.engine:<13} {event.was or 'new':>9} -> {event.to:<9}  {entry.owner[:24]:<24}  "
+        f"{at}  {entry.seq:>6}  {event.engine:<13} {event.was or 'new':>9} -> {event.to:<9}  {entry.owner}  "
         f"{event.reason}{f' [{event.evidence}]' if event.evidence else ''}"
         for event in entry.events
     ]
@@ -256,25 +269,28 @@ def entry_lines(entry: Entry) -> list[str]:
 
 def status(
     json: JsonOption = False,
-    last: Annotated[int, typer.Option(min=0, help="Entries of the log to show below.")] = 5,
+    last: Annotated[int, typer.Option(min=0, help="Entries of the log to show below; one may take several lines.")] = 5,
 ) -> None:
-    """Show every engine, why it is what it is, and every unfinished push. Exits 1 when one is not serving.
+    """Show every engine, why it is what it is, and every unfinished push.
+
+    Exits 1 when one of the fleet's is not serving or a push is unfinished; removed ones don't count. Engines that are
+    joining are normal before the first push of a run: start a run.
 
     Example: rl360 fleet status
     """
+    from rl360.engines import membership
     from rl360.weights import fence
 
     services, store, log = _open()
     state = log.refresh()
-    known = {
-        name: url
-        for name, url in known_engines(services, state).items()
-        if (slot := state.slots.get(name)) is None or slot.member is not False or slot.state != "gone" or slot.unproven
-    }
+    known = known_engines(services, state)
     asked = [url for url in known.values() if url]
     probes, gateway = asyncio.run(look(services, asked))
     named = _named(known, probes)
     picture = describe(named, gateway, state, fence.open_intents(store), fence.last_record(store), store)
+    for row in picture["engines"]:
+        if row["state"] == "gone" and not row["member"] and not row["unproven"]:
+            row["removed"] = membership.who_removed(log, row["engine"]) or "removed"
     if json:
         typer.echo(orjson.dumps(picture).decode())
     else:
@@ -331,7 +347,10 @@ def add(
         raise BadInput("rl360 fleet add: give one of a URL, a removed engine, --local N or --launcher NAME")
     why = reason or "added by a person"
     if not engine:
-        names = membership.start_more(log, services, launcher or "local", local or count, _me(), why)
+        kind = launcher or "local"
+        if kind in membership.STARTED_BY_US and (cannot := membership.cannot_start(store, services, kind)):
+            raise BadInput(f"rl360 fleet add --launcher {kind}: {cannot}")
+        names = membership.start_more(log, services, kind, local or count, _me(), why)
         typer.echo(f"{', '.join(names)}: the keeper starts {'it' if len(names) == 1 else 'them'}")
         _tell_keeper(store)
         return
@@ -348,9 +367,13 @@ def add(
         return
     name, url = find_engine(services, state, engine)
     probes, _ = asyncio.run(look(services, [url])) if url else ([], {})
-    membership.take_back(log, name, probes[0].identity if probes else None, _me(), why, wait)
+    membership.take_back(log, name, probes[0].identity if probes else None, _me(), why, wait, _say)
     typer.echo(f"{name} is the fleet's again; it serves when the next push has confirmed it")
     _tell_keeper(store)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _tell_keeper(store: Store) -> None:
@@ -369,7 +392,14 @@ def remove(engine: EngineArgument, reason: ReasonOption = "", wait: WaitOption =
 
     services, store, log = _open()
     name, url = find_engine(services, log.refresh(), engine)
-    membership.remove(log, services, name, url, _me(), reason or "removed by a person", wait)
+    try:
+        gone = membership.remove(log, services, name, url, _me(), reason or "removed by a person", wait, _say)
+    except membership.Already as error:
+        typer.echo(str(error))
+        return
+    if gone:
+        typer.echo(f"{name}: gone; it was never started")
+        return
     told = asyncio.run(_out_of_gateway(services, url)) if url else "it never answered"
     typer.echo(f"{name}: removed; {told}; the keeper ends it and proves it (`rl360 fleet status`)")
     _tell_keeper(store)
@@ -384,7 +414,11 @@ def drain(engine: EngineArgument, reason: ReasonOption = "", wait: WaitOption = 
 
     services, store, log = _open()
     name, url = find_engine(services, log.refresh(), engine)
-    membership.drain(log, services, name, url, _me(), reason or "drained by a person", wait)
+    try:
+        membership.drain(log, services, name, url, _me(), reason or "drained by a person", wait, _say)
+    except membership.Already as error:
+        typer.echo(str(error))
+        return
     told = asyncio.run(_out_of_gateway(services, url)) if url else "it never answered"
     typer.echo(f"{name}: draining; {told}; the keeper ends it when nothing is in flight (`rl360 fleet status`)")
     _tell_keeper(store)

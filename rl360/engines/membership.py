@@ -1,8 +1,9 @@
 """What a person may do to the fleet: add, remove, drain, and give their word. Events in the fleet's log, nothing more.
 
 Nothing here starts or ends a process; the keeper does, from what the log says. A person moves a slot that nobody owns;
-one that a push or the keeper has is waited for. Each function is one entry of `person:NAME`, or an error that says why
-not and what to do.
+one that a push or the keeper has is waited for, and `say` is told at once what is waited for. Each function is one
+entry of `person:NAME`, or an error that says why not and what to do. Only a person's word that an engine is gone, and
+the removal of one that was never started, do not wait for a keeper that holds it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rl360.engines.fleet_log import (
     FleetLog,
     FleetState,
     Slot,
+    burial,
     change,
     claim_is_over,
     read_lease,
@@ -30,15 +32,27 @@ from rl360.engines.fleet_log import (
     taking,
     walk,
 )
-from rl360.engines.keeper_lease import dismiss
+from rl360.engines.keeper_lease import dismiss, keepers
+from rl360.engines.launchers import cannot_start_here
 from rl360.engines.members import EXTERNAL, SUPERVISED, members
+from rl360.engines.processes import EndProof
 from rl360.errors import BadInput, ServiceError
 from rl360.weights import fence
 
 S = EngineState
 STARTED_BY_US = ("local", "kubernetes", "slurm")
 LOCAL_PORT_OFFSET = 50  # of the first local engine behind the first configured one: `rl360 up` fills the ports between
+LOOK_BACK = 500  # entries of the log in which it is looked up who removed an engine
 _POLL_S = 1.0
+Say = Callable[[str], None]
+
+
+class Already(BadInput):
+    """Nothing to do: the engine is what was asked for, or on its way there."""
+
+
+def _quiet(line: str) -> None:
+    """Nobody listens."""
 
 
 def _free_names(state: FleetState, kind: str, count: int) -> list[str]:
@@ -107,25 +121,77 @@ def add_external(
     return next(slot.name for slot in state.slots.values() if slot.url == engine.url)
 
 
-def _act(log: FleetLog, name: str, by: str, wait_s: float, decide: Callable[[FleetState], Sequence[Event]]) -> None:
-    """Write `decide`'s events once nobody else has the slot."""
-    until, owner = time.monotonic() + wait_s, f"person:{by}"
+def cannot_start(store: fence.Store, services: Services, kind: str) -> str:
+    """Why no keeper can start engines by launcher `kind`, as far as is known here; empty when one may be able to: a
+    keeper on another host may have what this one lacks."""
+    for token in keepers(store):
+        lease = read_lease(store, token)
+        if lease is not None and not fence.owner_runs(lease) and not claim_is_over(store, f"keeper:{token}"):
+            return ""
+    return cannot_start_here(kind, services)
+
+
+def who_removed(log: FleetLog, name: str) -> str:
+    """`drained by ann: node maintenance`, from the newest part of the log; empty when it isn't there."""
+    found = ""
+    for entry in log.recent(LOOK_BACK):
+        for event in entry.events:
+            if event.engine == name and event.member is not False:
+                found = ""
+            elif event.engine == name and entry.owner.startswith("person:"):
+                how = "drained" if event.to is S.DRAINING else "removed"
+                if not found or event.to in (S.DRAINING, S.SUSPECT):  # and not who confirmed its end later
+                    found = f"{how} by {entry.owner.partition(':')[2]}: {event.reason}"
+    return found
+
+
+def _act(
+    log: FleetLog,
+    name: str,
+    by: str,
+    wait_s: float,
+    decide: Callable[[FleetState], Sequence[Event]],
+    say: Say = _quiet,
+    word: str = "",
+    longer: str = ", or wait longer with --wait",
+) -> None:
+    """Write `decide`'s events once nobody else has the slot. `word`: why a keeper that has it need not be waited for.
+    What `decide` refuses, or finds done, is not waited for."""
+    until, owner, told = time.monotonic() + wait_s, f"person:{by}", False
+
+    def over(slot: Slot | None) -> str:
+        if slot is None or slot.owner is None:
+            return ""
+        return word if word and slot.owner.startswith("keeper:") else claim_is_over(log.store, slot.owner)
 
     def taken(state: FleetState) -> list[Event]:
         slot = state.slots.get(name)
-        over = claim_is_over(log.store, slot.owner) if slot is not None and slot.owner is not None else ""
-        return taking(list(decide(state)), slot if over else None, owner, over)
+        return taking(list(decide(state)), slot if (why := over(slot)) else None, owner, why)
 
     while True:
-        slot = log.refresh().slots.get(name)
-        if slot is None or slot.owner is None or claim_is_over(log.store, slot.owner):
+        state = log.refresh()
+        slot = state.slots.get(name)
+        if slot is None or slot.owner is None or over(slot):
             log.append(owner, taken)
             return
+        try:
+            if not decide(state):
+                return
+        except Already:
+            raise
+        except BadInput:
+            # what a keeper is ending may be gone in a moment, which changes the answer
+            if not (slot.owner.startswith("keeper:") and slot.state in (S.SUSPECT, S.FENCED)):
+                raise
+        has = f"{name} is {slot.state} and {slot.owner} has it ({slot.reason})"
         if time.monotonic() > until:
             raise ServiceError(
-                f"{name} is {slot.state} and {slot.owner} has it ({slot.reason}); try again when it has ended "
-                "(`rl360 fleet status`), or wait longer with --wait"
+                f"{has}; try again when it has ended (`rl360 fleet status`){longer}; a push that did not finish ends "
+                "when its run is resumed"
             )
+        if not told:
+            say(f"{has}: waits up to {wait_s:g} s for its end (--wait)")
+            told = True
         time.sleep(_POLL_S)
 
 
@@ -144,36 +210,75 @@ def _not_the_last(state: FleetState, services: Services, name: str) -> None:
         raise BadInput(f"{name} is the fleet's last engine; add another one first (`rl360 fleet add --local 1`)")
 
 
-def remove(log: FleetLog, services: Services, name: str, url: str, by: str, reason: str, wait_s: float) -> None:
-    """Out of the fleet now: suspect, for the keeper to fence."""
+def _already(log: FleetLog, slot: Slot, ends: tuple[EngineState, ...]) -> None:
+    """`Already` that says since when and by whom, when the slot is on its way out or out."""
+    if slot.member is False and slot.state in ends:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(slot.since))
+        who = who_removed(log, slot.name) or "removed by a person"
+        raise Already(
+            f"{slot.name} is {slot.state} already, since {since} ({who}); back with: rl360 fleet add {slot.name}"
+        )
+
+
+def remove(
+    log: FleetLog,
+    services: Services,
+    name: str,
+    url: str,
+    by: str,
+    reason: str,
+    wait_s: float,
+    say: Say = _quiet,
+) -> bool:
+    """Out of the fleet now: suspect, for the keeper to fence. True: gone at once, for it was never started."""
+    slot = log.refresh().slots.get(name)
+    cannot = cannot_start(log.store, services, slot.launcher) if slot is not None and _unbegun(slot) else ""
+    word = f"was never started: {cannot}" if cannot else ""
 
     def decide(state: FleetState) -> list[Event]:
         _not_the_last(state, services, name)
         slot, begun = _begun(state, name, url, reason)
-        if slot.member is False and slot.state in (S.SUSPECT, S.FENCED, S.GONE):
-            return []
+        if word and _unbegun(slot) and slot.state is not S.GONE:
+            return burial(slot, EndProof(gone=True, evidence=word), reason, member=False)
+        _already(log, slot, (S.SUSPECT, S.FENCED, S.GONE))
         to = slot.state if slot.state in (S.SUSPECT, S.FENCED, S.GONE) else S.SUSPECT
         return [*begun, change(slot, to, reason, member=False)]
 
-    _act(log, name, by, wait_s, decide)
+    _act(log, name, by, wait_s, decide, say, word)
+    return bool(word)
 
 
-def drain(log: FleetLog, services: Services, name: str, url: str, by: str, reason: str, wait_s: float) -> None:
+def _unbegun(slot: Slot) -> bool:
+    """Whether the log knows of nothing that this slot's launcher made."""
+    return slot.launcher in STARTED_BY_US and not (slot.incarnation or slot.ref or slot.process)
+
+
+def drain(
+    log: FleetLog,
+    services: Services,
+    name: str,
+    url: str,
+    by: str,
+    reason: str,
+    wait_s: float,
+    say: Say = _quiet,
+) -> None:
     """Out of the fleet once what is in flight is done."""
 
     def decide(state: FleetState) -> list[Event]:
         _not_the_last(state, services, name)
         slot, begun = _begun(state, name, url, reason)
-        if slot.member is False and slot.state in (S.DRAINING, S.GONE):
-            return []
+        _already(log, slot, (S.DRAINING, S.GONE))
         if slot.state in (S.SUSPECT, S.FENCED, S.GONE):
             raise BadInput(f"{name} is {slot.state}, there is nothing to wait for: use `rl360 fleet remove {name}`")
         return [*begun, change(slot, S.DRAINING, reason, member=False)]
 
-    _act(log, name, by, wait_s, decide)
+    _act(log, name, by, wait_s, decide, say)
 
 
-def take_back(log: FleetLog, name: str, now: EngineIdentity | None, by: str, reason: str, wait_s: float) -> None:
+def take_back(
+    log: FleetLog, name: str, now: EngineIdentity | None, by: str, reason: str, wait_s: float, say: Say = _quiet
+) -> None:
     """An engine of the log is the fleet's again. `now`: who answers at its URL."""
 
     def decide(state: FleetState) -> list[Event]:
@@ -183,14 +288,7 @@ def take_back(log: FleetLog, name: str, now: EngineIdentity | None, by: str, rea
         if now is not None:
             _not_twice(state, name, now, {})
         member = None if slot.launcher == SUPERVISED else True
-        fresh: dict[str, Any] = {
-            "incarnation": "",
-            "process": None,
-            "ref": {},
-            "epoch": None,
-            "version": "",
-            "evidence": "",
-        }
+        fresh: dict[str, Any] = {"incarnation": "", "process": None, "ref": {}, "epoch": None, "version": ""}
         if slot.state in (S.FENCED, S.GONE) and slot.launcher in STARTED_BY_US:
             if slot.state is S.FENCED:
                 raise BadInput(f"{name} is not proven gone: first `rl360 fleet confirm-gone {name} --reason '...'`")
@@ -202,7 +300,7 @@ def take_back(log: FleetLog, name: str, now: EngineIdentity | None, by: str, rea
         to = S.JOINING if slot.state is S.DRAINING else slot.state
         return [change(slot, to, reason, member=member)]
 
-    _act(log, name, by, wait_s, decide)
+    _act(log, name, by, wait_s, decide, say)
 
 
 def keeper_is_gone(store: fence.Store, keeper: str, reason: str, by: str) -> None:
@@ -235,6 +333,8 @@ def is_gone(
         raise BadInput("confirm-gone needs a reason: say how you know that the engine is gone")
     told = []
     unsaid = [i for i in named if not fence.is_gone_confirmed(store, EngineIdentity(url=url, incarnation=i))]
+    if slot is not None and not (fenced or replaced or unsaid):
+        raise BadInput(f"{name} is {slot.state}: nothing to confirm; it is not fenced, and no unfinished push names it")
     if unsaid or slot is None or not (fenced or replaced):
         words = fence.confirm_gone(store, url, reason, by=by)  # an error when there is nothing to confirm
         told = [f"{w.url} incarnation {w.incarnation} of push epoch {w.epoch} is gone; now resume" for w in words]
@@ -251,7 +351,9 @@ def is_gone(
         why = "a person confirmed that an earlier incarnation is gone"
         return events + [change(found, found.state, why, confirms=i.incarnation, evidence=evidence) for i in replaced]
 
-    if fenced is not None:
+    if fenced is not None and not fenced.incarnation:
+        told.append(f"{name}, which never answered, is gone")
+    elif fenced is not None:
         word = fence.GoneConfirmation(
             url=url,
             incarnation=fenced.incarnation,
@@ -262,5 +364,5 @@ def is_gone(
         )
         store.put_once(fence.gone_key(url, fenced.incarnation), word.model_dump_json().encode())
         told.append(f"{url} incarnation {fenced.incarnation} is gone")
-    _act(log, name, by, 0.0, decide)
+    _act(log, name, by, 0.0, decide, word=evidence if fenced is not None else "", longer="")
     return [*told, *(f"{item.url} incarnation {item.incarnation} is gone" for item in replaced)]

@@ -33,7 +33,7 @@ def probe(version: str | None = "demo:1", silent: bool = False) -> Probe:
         (probe("demo:1#loading-4"), False, "demo:1", "loading"),
         (probe("default"), False, "demo:1", "joining"),
         (probe("default"), True, None, "joining"),
-        (probe(None), True, "demo:1", "gone"),
+        (probe(None), True, "demo:1", "joining"),
         (probe(None, silent=True), True, "demo:1", "suspect"),
     ],
 )

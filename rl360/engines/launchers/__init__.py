@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from typing import TYPE_CHECKING
 
 from rl360.errors import BadInput, Rl360Error
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rl360.engines.processes import EndProof
 
 KINDS = ("supervised", "local", "kubernetes", "slurm", "external")
+PROGRAMS = {"slurm": ("sbatch", "squeue", "scancel")}  # without which a launcher can do nothing
 
 
 def open_launcher(kind: str, services: Services) -> Launcher:
@@ -39,6 +41,16 @@ def open_launcher(kind: str, services: Services) -> Launcher:
 
         return ExternalLauncher(services)
     raise BadInput(f"launcher {kind!r}: use one of {', '.join(KINDS)}")
+
+
+def cannot_start_here(kind: str, services: Services) -> str:
+    """Why this process's machine can't start or end engines by launcher `kind`; empty when it may be able to."""
+    try:
+        open_launcher(kind, services)
+    except Rl360Error as error:
+        return str(error)
+    missing = [name for name in PROGRAMS.get(kind, ()) if shutil.which(name) is None]
+    return f"launcher {kind}: no program {', '.join(missing)} on PATH" if missing else ""
 
 
 def end(slot: Slot, services: Services, deadline_s: float) -> EndProof:
