@@ -364,7 +364,7 @@ class Runner:
         try:
             result = await verify(self.provider, order, attempt.stops)
         except OSError as error:  # the host's disk or descriptors: the verifier did not speak
-            result = Verification(None, Outcome.VERIFIER_ERROR, f"host: {error}")
+            result = Verification(None, Outcome.SANDBOX_LOST, f"host: {error}")
         attempt.verdict, attempt.problem, attempt.verifier_log = result.verdict, result.problem, result.log
         if result.problem is not None:
             attempt.failure_phase = "judge" if result.problem is Outcome.JUDGE_ERROR else "verify"

@@ -173,7 +173,7 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
         return (None, problem, log)
     if not stop.confirmed:
         # something may still write the file, so what it says now is not what the verifier said
-        return (None, Outcome.VERIFIER_ERROR, f"verifier sandbox not proven gone: {stop.evidence}")
+        return (None, Outcome.SANDBOX_LOST, f"verifier sandbox not proven gone: {stop.evidence}")
     try:
         reward = read_reward(order.workspace.logs)
     except RewardError as error:

@@ -274,6 +274,20 @@ def test_a_timeout_whose_verifier_the_host_lost_is_no_timeout(
     assert reply.outcome == ("agent_timeout" if by_contents else "sandbox_lost")
 
 
+def test_nor_is_one_whose_verifier_is_not_proven_gone_or_whose_host_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply, _ = run_virtual(carried(SlowProvider(tmp_path / "a", Takes(last_stop=math.inf)), agent_that_takes(math.inf)))
+    assert (reply.outcome, reply.reward) == ("sandbox_lost", None) and not reply.cleanup.confirmed
+
+    async def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(SlowProvider, "publish", full)
+    reply, _ = run_virtual(carried(SlowProvider(tmp_path / "b", Takes()), agent_that_takes(math.inf)))
+    assert (reply.outcome, reply.reward, reply.cleanup.confirmed) == ("sandbox_lost", None, True)
+
+
 @pytest.mark.parametrize(("answers", "outcome"), [(False, "no_engine"), (True, "passed")])
 def test_time_that_went_into_a_model_that_refuses_is_not_the_agents(
     tmp_path: Path, answers: bool, outcome: str
