@@ -68,13 +68,13 @@ class Worker:
             self._control.close()
             self._start()
         ours, theirs = socket.socketpair()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ours)  # until it is the streams'
             with theirs:
                 await self._hand_over(theirs.fileno())
-            return await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
-        except BaseException:
-            ours.close()
-            raise
+            streams = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
+            stack.pop_all()
+        return streams
 
     async def _hand_over(self, descriptor: int) -> None:
         """Never blocking: a process that hangs with a full socket would hold up every attempt of this server."""
