@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl360.weights.shapes import ModelShape
 
 app = typer.Typer(no_args_is_help=True, help="Weight pushes: plan one for a model's shape.")
-_COLUMNS = ("calls", "control", "sent GB", "wire GB", "engine GB", "largest MB", "groups", "senders")
+SMALL_BYTES = 100_000_000  # a smaller model's sizes are shown in MB
 
 
 def register(root: typer.Typer) -> None:
@@ -92,20 +92,36 @@ def _plan(model: ModelShape, transport: str, options: dict[str, Any]) -> PushPla
     )
 
 
-def _print(model: dict[str, Any], rows: list[dict[str, Any]], together: list[dict[str, Any]]) -> None:
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):,.6g} MiB"
+
+
+def _print(model: dict[str, Any], rows: list[dict[str, Any]], together: list[dict[str, Any]], bucket: str) -> None:
+    per, unit, digits = (1e6, "MB", 3) if model["bytes"] < SMALL_BYTES else (1e9, "GB", 1)
+    count = f"{model['parameters'] / 1e9:.1f} B" if model["parameters"] >= 1e8 else f"{model['parameters'] / 1e6:.2f} M"
     typer.echo(
-        f"{model['parameters'] / 1e9:.1f} B parameters in {model['tensors']:,} tensors, {model['bytes'] / 1e9:.1f} GB, "
-        f"{model['other_bytes'] / 1e9:.1f} GB of it outside routed experts"
+        f"{count} parameters in {model['tensors']:,} tensors, {model['bytes'] / per:.{digits}f} {unit}, "
+        f"{model['other_bytes'] / per:.{digits}f} {unit} of it outside routed experts; {bucket}"
     )
-    simulated = ("seconds", "paused s") if "simulated_s" in rows[0] else ()
-    typer.echo(f"{'transport':<15}" + "".join(f"{name:>11}" for name in (*_COLUMNS, *simulated)))
+    columns = ("calls", "control", *(f"{name} {unit}" for name in ("sent", "wire", "engine")))
+    columns += ("largest MB", "groups", "senders", *(("seconds", "paused s") if "simulated_s" in rows[0] else ()))
+    typer.echo(f"{'transport':<15}" + "".join(f"{name:>11}" for name in columns))
     for row in rows:
         cells = [f"{row['calls_per_engine']:,}", f"{row['control_calls']}"]
-        cells += [f"{row[name] / 1e9:,.1f}" for name in ("sent_bytes", "wire_bytes", "bytes_per_engine")]
-        cells += [f"{row['largest_bucket_bytes'] / 1e6:,.0f}", f"{row['groups']}", f"{row['senders']}"]
+        cells += [f"{row[name] / per:,.{digits}f}" for name in ("sent_bytes", "wire_bytes", "bytes_per_engine")]
+        largest = row["largest_bucket_bytes"] / 1e6
+        cells += [f"{largest:,.0f}" if largest >= 10 else f"{largest:.3f}", f"{row['groups']}", f"{row['senders']}"]
         cells += [f"{row[name]:,.1f}" for name in ("simulated_s", "simulated_paused_s") if name in row]
         typer.echo(f"{row['transport']:<15}" + "".join(f"{cell:>11}" for cell in cells))
     typer.echo("calls and control calls are to one engine, on groups that exist; disk_delta: at most")
+    typer.echo("largest: the largest bucket; one that is over the size is a single tensor, or all experts of a rank")
+    if all(row["transport"] != "direct_experts" for row in rows) and model["bytes"] == model["other_bytes"]:
+        typer.echo("direct_experts is left out: a dense model has no routed experts to send")
+    if "simulated_s" in rows[0]:
+        typer.echo(
+            f"simulated: {len(rows)} plans were run in memory and are right: every engine rank ended with "
+            "exactly what it holds, each tensor once, and nobody waits for ever; seconds are those of a model of links"
+        )
     typer.echo("lands in one bucket:")
     for group in together:
         note = "" if group["whole"] else " (by expert: a layer's do not fit into one bucket)"
@@ -123,7 +139,8 @@ def plan(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each engine.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel groups within them.")] = 1,
     sources: Annotated[int, typer.Option(min=1, help="Trainer ranks that can send.")] = 1,
-    bucket_bytes: Annotated[int, typer.Option(min=1, help="Size of a bucket; 512 MiB unless said.")] = 512 << 20,
+    bucket_bytes: Annotated[int, typer.Option(min=1, help="Size of a bucket; a run's is push.bucket_bytes.")] = 512
+    << 20,
     simulate: Annotated[bool, typer.Option("--simulate", help="Run each plan in memory and check it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
@@ -131,6 +148,7 @@ def plan(
 
     With --simulate, a plan that does not bring every rank exactly what it needs is exit 1; its time is a model's.
     """
+    from rl360.config.run import PushConfig
     from rl360.errors import BadInput
     from rl360.weights.messages import EngineLayout, Transport
     from rl360.weights.plan import expert_number
@@ -169,4 +187,5 @@ def plan(
     if as_json:
         typer.echo(orjson.dumps({"model": described, "plans": rows, "together": together}).decode())
     else:
-        _print(described, rows, together)
+        usual = int(PushConfig.model_fields["bucket_bytes"].default)
+        _print(described, rows, together, f"buckets of {_mib(bucket_bytes)} (a run's default: {_mib(usual)})")

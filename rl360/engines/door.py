@@ -241,7 +241,7 @@ class Doorkeeper:
         for name, value in scope["headers"]:
             if name == b"authorization" and hmac.compare_digest(value, self.bearer):
                 return
-        raise Refused(401, "send Authorization: Bearer <token> of this deployment")
+        raise Refused(401, "send Authorization: Bearer <token> of this deployment ($RL360_HOME/token)")
 
 
 class _Client:

@@ -176,10 +176,15 @@ def test_the_command_simulates_every_transport(tmp_path: Path) -> None:
     text = run("--model-shape", str(path), "--engines", "3", "--tp", "2", "--ep", "2", "--sources", "2", "--simulate")
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[0] in list(Transport)}
     assert set(rows) == set(Transport) and all(len(row) == 11 for row in rows.values())
+    assert "simulated: 6 plans were run in memory and are right" in text and "largest: the largest bucket" in text
+    assert "sent MB" in text and "buckets of 512 MiB (a run's default: 64 MiB)" in text
+    assert all(float(rows["broadcast"][at]) > 0 for at in (3, 4, 5, 6)), "a small model has sizes"
     assert "  1 x mlp.gate_up_proj.weight, 2 tensors each" in text and "self_attn.qkv_proj.weight, 3 tensors" in text
     dense = {k: v for k, v in GLM.items() if "experts" not in k} | {"model_type": "qwen3"}
     path.write_text(json.dumps(dense))
-    assert "direct_experts" not in run("--model-shape", str(path))
+    text = run("--model-shape", str(path))
+    assert "direct_experts is left out: a dense model" in text and "\ndirect_experts  " not in text
+    assert "simulated" not in text
     with pytest.raises(BadInput, match="no routed experts"):
         run("--model-shape", str(path), "--transport", "direct_experts")
     with pytest.raises(BadInput, match="use all or one of broadcast"):
