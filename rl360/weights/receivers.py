@@ -140,6 +140,10 @@ class Receivers:
             self.notes.append(str(error))
             return False
 
+    async def require_mine(self) -> None:
+        if await self.is_over():
+            raise EngineChurn(f"push epoch {self.intent.epoch} was taken over by a later push")
+
     async def fence_failed(self, failed: list[tuple[Slot, ServiceError]], asked: list[Slot], doing: str) -> None:
         """Fence those that failed. When all that were asked refuse alike, the fault is not theirs, and ending the whole
         fleet would mend nothing: `ServiceError`."""
@@ -169,6 +173,7 @@ class Receivers:
         async def one(slot: Slot) -> None:
             await slot.ask(slot.client.set_weight_version(version, self.call_deadline_s))
 
+        await self.require_mine()  # engines without a door refuse no push that stood still meanwhile
         loading = self.in_state(EngineState.LOADING)
         await self.fence_failed(await self.each(loading, one), loading, "naming the weights")
         self.require(EngineState.LOADING, "naming the weights")
@@ -244,8 +249,7 @@ class Receivers:
 
     async def fence_off(self, slot: Slot, reason: str) -> None:
         """-> suspect -> fenced -> gone: out of the gateway, processes ended, end proven."""
-        if await self.is_over():
-            raise EngineChurn(f"push epoch {self.intent.epoch} was taken over by a later push")
+        await self.require_mine()
         slot.reason = reason
         slot.move(EngineState.SUSPECT)
         await self.finish_fence(slot)

@@ -68,7 +68,7 @@ async def rivals(seed: int, model_dir: Path) -> World:
     rng = random.Random(seed)
     world = World(model_dir, seed, engines=rng.choice((2, 3)), doors=rng.random() < 0.7)
     async with world.running():
-        first = await world.push(0, deadline_s=MEND_DEADLINE_S)
+        first = await world.push_until_done(0, deadline_s=MEND_DEADLINE_S)
         points = world.points
         assert isinstance(first, PushRecord), first
         await trouble(world, rng)

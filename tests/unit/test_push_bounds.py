@@ -429,6 +429,19 @@ def test_a_pusher_whose_epoch_was_closed_writes_no_record(world: World, monkeypa
     assert not [key for key in world.store.objects if key.endswith("push.json") or "_fleet/versions/" in key]
 
 
+def test_a_push_that_was_taken_over_while_it_paused_renames_nothing(world: World) -> None:
+    """Its engines have no doors, and serve what the later push confirmed."""
+
+    def overtaken(body: object) -> tuple[int, dict[str, object]]:
+        world.store.put(fence.end_key(1), b"{}")
+        return 200, {"success": True}
+
+    world.engines[1].faults["/pause_generation"] = overtaken
+    with pytest.raises(EngineChurn, match="taken over by a later push"):
+        world.push(0)
+    assert [engine.version for engine in world.engines] == ["default", "default"] and not world.trainer.plans
+
+
 def test_a_push_that_is_killed_once_its_epoch_has_ended_is_its_steps_record(world: World) -> None:
     world.store = store = Written()
 
