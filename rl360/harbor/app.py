@@ -233,9 +233,8 @@ class Attempts:
         self.losses.update([boundary] if boundary is not None else [])
         self.unknown.update([] if is_known(reply.exit_status) else [reply.exit_status[:80]])
         self.unconfirmed += not reply.cleanup.confirmed
-        level = (
-            logging.WARNING if reply.outcome == Outcome.UNCLASSIFIED or not reply.cleanup.confirmed else logging.INFO
-        )
+        odd = reply.outcome == Outcome.UNCLASSIFIED or not reply.cleanup.confirmed
+        level = logging.WARNING if odd else logging.INFO
         evidence = "" if reply.cleanup.confirmed else f" CLEANUP UNCONFIRMED: {reply.cleanup.evidence}"
         log.log(level, "%s %s %s %s%s", request.attempt_id, reply.outcome, reply.exit_status, reply.detail, evidence)
 

@@ -57,9 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wave-interval-s", type=float, default=0.25, help="seconds from wave to wave")
     parser.add_argument("--ready-goal-s", type=float, default=1.0, help="starts that take longer slow down the next")
     form = "cpus=N,memory_mb=N,pids=N,disk_mb=N"
-    parser.add_argument(
-        "--promise", type=_promise, default={}, metavar=form, help="what may be reserved (default: all)"
-    )
+    parser.add_argument("--promise", type=_promise, default={}, metavar=form, help="what may be reserved, else all")
 
 
 def gate_of(args: argparse.Namespace, room: Room) -> Gate:

@@ -220,9 +220,7 @@ def _read_regular(folder: int, name: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise RewardError(
-            f"{name}: cannot be opened as a plain file ({error.strerror}); write a regular file"
-        ) from None
+        raise RewardError(f"{name}: cannot be opened as a plain file ({error.strerror}); write one") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:

@@ -293,11 +293,11 @@ def test_time_that_went_into_a_model_that_refuses_is_not_the_agents(
     tmp_path: Path, answers: bool, outcome: str
 ) -> None:
     """The engines go away in its last seconds; if a turn came after that, the rest of the time was its own."""
-    loop_of = asyncio.get_running_loop
     said = {"choices": [{"message": {"role": "assistant", "tool_calls": [{}]}}]}
 
     async def model(_: httpx.Request) -> httpx.Response:
-        asked = model_asked.append(loop_of().time()) or len(model_asked)
+        model_asked.append(asyncio.get_running_loop().time())
+        asked = len(model_asked)
         if asked == 1:
             await asyncio.sleep(AGENT_S - 2.0)
         if asked == 2 and answers:
