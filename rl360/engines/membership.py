@@ -231,9 +231,7 @@ def remove(
     say: Say = _quiet,
 ) -> bool:
     """Out of the fleet now: suspect, for the keeper to fence. True: gone at once, for it was never started."""
-    slot = log.refresh().slots.get(name)
-    cannot = cannot_start(log.store, services, slot.launcher) if slot is not None and _unbegun(slot) else ""
-    word = f"was never started: {cannot}" if cannot else ""
+    word = _never_started(log, services, name)
 
     def decide(state: FleetState) -> list[Event]:
         _not_the_last(state, services, name)
@@ -253,6 +251,13 @@ def _unbegun(slot: Slot) -> bool:
     return slot.launcher in STARTED_BY_US and not (slot.incarnation or slot.ref or slot.process)
 
 
+def _never_started(log: FleetLog, services: Services, name: str) -> str:
+    """Why nothing can have been made of this slot, by its launcher; empty when that is not known."""
+    slot = log.refresh().slots.get(name)
+    cannot = cannot_start(log.store, services, slot.launcher) if slot is not None and _unbegun(slot) else ""
+    return f"was never started: {cannot}" if cannot else ""
+
+
 def drain(
     log: FleetLog,
     services: Services,
@@ -264,11 +269,14 @@ def drain(
     say: Say = _quiet,
 ) -> None:
     """Out of the fleet once what is in flight is done."""
+    word = _never_started(log, services, name)
 
     def decide(state: FleetState) -> list[Event]:
         _not_the_last(state, services, name)
         slot, begun = _begun(state, name, url, reason)
         _already(log, slot, (S.DRAINING, S.GONE))
+        if word and _unbegun(slot):
+            raise BadInput(f"{name} {word}; there is nothing to wait for: use `rl360 fleet remove {name}`")
         if slot.state in (S.SUSPECT, S.FENCED, S.GONE):
             raise BadInput(f"{name} is {slot.state}, there is nothing to wait for: use `rl360 fleet remove {name}`")
         return [*begun, change(slot, S.DRAINING, reason, member=False)]

@@ -78,6 +78,9 @@ def test_what_was_never_started_is_gone_when_it_is_removed(log: FleetLog, kind: 
         fence.mark_running(owner, True)
         log.store.put_once(f"{KEEPERS}{owner.token}/lease.json", owner.model_dump_json().encode())
         held(log, name, f"keeper:{owner.token}", [S.SUSPECT, S.FENCED])
+    else:
+        with pytest.raises(BadInput, match=f"was never started.*use `rl360 fleet remove {name}`"):
+            membership.drain(log, services, name, "", "ann", "a mistake", 0)
     assert membership.remove(log, services, name, "", "ann", "a mistake", 0)
     slot = log.refresh().slots[name]
     assert (slot.state, slot.owner, slot.member) == (S.GONE, None, False)
