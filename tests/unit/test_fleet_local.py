@@ -203,7 +203,10 @@ def test_scaled_up_killed_replaced_and_scaled_down(world: FleetWorld, monkeypatc
     second = slot_of(world)
     assert second.incarnation != first.incarnation and second.url == first.url
     states = world.path("local-0")
-    assert states[-6:] == ["fenced", "gone", *["joining"] * 4], states  # wanted, started, runs, answers
+    over = states.index("gone")
+    assert states[over - 1] == "fenced", states
+    # wanted, started, answers; and runs, when a round sees it before it answers
+    assert states[over + 1 :] in (["joining"] * 3, ["joining"] * 4), states
     remove(log, world.services, "local-0", second.url, "ann", "less", 0)
     run(world, lambda: slot_of(world).state is EngineState.GONE)
     assert asyncio.run(LocalLauncher(world.services, ARGV).find(5)) == []
