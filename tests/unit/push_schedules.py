@@ -180,10 +180,11 @@ class Schedule:
             world.violate(f"the push of step {step} ended by {outcome!r}")
 
     async def check_refused(self, step: int) -> None:
-        """A retry meets the fence before it touches anything, unless the engine came back by itself."""
+        """A retry meets the fence before it writes anything, unless the engine came back by itself. It lets the living
+        go."""
         world = self.world
         dark = [engine for engine in self.unconfirmed() if not engine.well]
-        touched = world.touched
+        changed = world.changed
         again = await world.push(step)
         if (
             dark
@@ -191,8 +192,8 @@ class Schedule:
             and not isinstance(again, (CleanupUnconfirmed, *REPEATABLE))
         ):
             world.violate(f"a retry over {[engine.name for engine in dark]} ended as {again!r}")
-        if dark and all(not engine.well for engine in dark) and world.touched > touched:
-            world.violate(f"a retry over {[engine.name for engine in dark]} touched engines")
+        if dark and all(not engine.well for engine in dark) and world.changed > changed:
+            world.violate(f"a retry over {[engine.name for engine in dark]} changed engines")
 
     def bury(self, wrongly: bool = False) -> None:
         """A person ends what is not proven gone and says so; or only says so."""
