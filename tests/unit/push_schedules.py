@@ -185,6 +185,7 @@ class Schedule:
         world = self.world
         dark = [engine for engine in self.unconfirmed() if not engine.well]
         changed = world.changed
+        world.reached.clear()
         again = await world.push(step)
         if (
             dark
@@ -194,6 +195,8 @@ class Schedule:
             world.violate(f"a retry over {[engine.name for engine in dark]} ended as {again!r}")
         if dark and all(not engine.well for engine in dark) and world.changed > changed:
             world.violate(f"a retry over {[engine.name for engine in dark]} changed engines")
+        if reached := world.reached & {engine.name for engine in dark if not engine.well}:
+            world.violate(f"a retry reached {sorted(reached)}, whose end nobody had proven")
 
     def bury(self, wrongly: bool = False) -> None:
         """A person ends what is not proven gone and says so; or only says so."""

@@ -215,6 +215,7 @@ class World:
         self.pusher: Pusher | None = None
         self.rivals = False  # several push at once
         self.seen: Counter[tuple[str, str]] = Counter()
+        self.reached = set[str]()  # engines that a call of a push came to
         self.attempt_number = self.touched = self.changed = self.touched_before = self.points_of_a_push = 0
         self.events, self.log, self.violations = 0, list[str](), list[str]()
         self.hung: list[asyncio.Task[Any]] = []
@@ -382,6 +383,7 @@ class World:
     def check_touch(self, engine: Engine, path: str, epoch: int) -> None:
         """A push changes something on an engine: its intent names it; receivers of earlier ones are accounted for."""
         self.touched += 1
+        self.reached.add(engine.name)
         self.changed += path not in LETS_GO
         self.read_store()
         newest = epoch if self.rivals else max(self.intents, default=0)
