@@ -198,6 +198,13 @@ def load_task(directory: Path | str) -> Task:
     )
 
 
+def image_group(task: Task, default: str | None = None) -> str:
+    """Which tasks share an image, and with it one cap of sandboxes, what is warm, and the servers they are placed on:
+    those of one `docker_image`. A task that names none has the provider's `default`; without that, as under bubblewrap
+    or where the provider is not known, it is a group of its own."""
+    return task.config.environment.docker_image or default or task.id
+
+
 def _text(path: Path) -> str:
     size = path.stat().st_size
     if size > MAX_TEXT_BYTES:

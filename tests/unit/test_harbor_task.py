@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl360.errors import BadInput
-from rl360.harbor.task import JUDGE_FILE, PARTS, load_task, tree_digest
+from rl360.harbor.task import JUDGE_FILE, PARTS, image_group, load_task, tree_digest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXERCISM = REPOSITORY.parent / "shared" / "tasks" / "exercism-python"
@@ -30,6 +30,15 @@ def test_loads(tmp_path: Path) -> None:
     assert (task.config.environment.memory_mb, task.config.environment.workdir) == (128, "/work")
     assert task.solution_dir is None and task.build_instructions == ()
     assert task.verifier_digest == tree_digest(task.tests_dir)
+
+
+def test_tasks_of_one_image_are_one_group(tmp_path: Path) -> None:
+    toml = '[task]\nname = "t/{}"\n[environment]\ndocker_image = "{}"\n'
+    tasks = [load_task(make_task(tmp_path / f"{n}", toml.format(n, f"i:{n % 2}"))) for n in range(3)]
+    assert [image_group(task) for task in tasks] == ["i:0", "i:1", "i:0"]
+    assert image_group(tasks[0], "python:3") == "i:0", "its own image goes before the provider's"
+    bare = load_task(make_task(tmp_path / "bare"))
+    assert (image_group(bare), image_group(bare, "python:3")) == ("t/one", "python:3")
 
 
 @pytest.mark.parametrize("name", ["task.toml", "tests/test.sh", "instruction.md"])
