@@ -35,6 +35,7 @@ from rl360.harbor.outcome import ExitStatus, boundary_of, is_known
 from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.replies import OtherRequest, Replies, identity, lost_reply, refuse_another
 from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
+from rl360.harbor.task import image_group
 from rl360.harbor.turns import Turns, need_of
 from rl360.ledger.outcomes import Outcome
 from rl360.sandboxes.admission import Gate
@@ -214,7 +215,7 @@ class Attempts:
         self.waiting += 1
         try:
             async with asyncio.timeout(limit_s):
-                await self._turns.wait(key, request.instance_id, need_of(prepared))
+                await self._turns.wait(key, image_group(prepared.task, self.runner.provider.image), need_of(prepared))
             return True
         except TimeoutError:
             said = f"no turn within {limit_s:g} s: {self.gate.waves.live} of {self.max_concurrent} run, "

@@ -43,7 +43,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.judge_key_env and not args.judge_url:
         parser.error("--judge-key-env says nothing without --judge-url")
-    least = dict.fromkeys(("max_concurrent", "per_task", "wave_size", "queue_limit", "judge_concurrency"), 1.0)
+    least = dict.fromkeys(("max_concurrent", "per_image", "wave_size", "queue_limit", "judge_concurrency"), 1.0)
     for name, low in (least | {"wave_interval_s": 0.0, "ready_goal_s": 0.01}).items():
         if getattr(args, name) is not None and not getattr(args, name) >= low:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low:g}")
@@ -52,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-concurrent", type=int, default=32, help="attempts that run at once")
-    parser.add_argument("--per-task", type=int, default=None, help="of them of one task (default: all)")
+    parser.add_argument("--per-image", type=int, help="of them of one image, or task without (default: all)")
     parser.add_argument("--wave-size", type=int, default=32, help="sandboxes that begin to start in a wave")
     parser.add_argument("--wave-interval-s", type=float, default=0.25, help="seconds from wave to wave")
     parser.add_argument("--ready-goal-s", type=float, default=1.0, help="starts that take longer slow down the next")
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def gate_of(args: argparse.Namespace, room: Room) -> Gate:
     """As the options say; `room`: what there is, where they say nothing."""
     everything = args.max_concurrent
-    pace = Pace(args.wave_size, args.wave_interval_s, everything, args.per_task or everything, args.ready_goal_s)
+    pace = Pace(args.wave_size, args.wave_interval_s, everything, args.per_image or everything, args.ready_goal_s)
     return Gate(Waves(pace), Reservations(room._replace(**args.promise)))
 
 

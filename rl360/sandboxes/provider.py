@@ -120,7 +120,9 @@ class Sandbox(Protocol):
 
 
 class SandboxProvider(Protocol):
-    """Makes workspaces and sandboxes; removes what a dead server left."""
+    """Makes workspaces and sandboxes; removes what a dead server left. `image`: of tasks that name none."""
+
+    image: str | None  # none where there are no images
 
     def refusal(self, needs: SandboxNeeds) -> str | None:
         """Why this provider cannot carry such a task, in one line; None when it can."""

@@ -31,6 +31,8 @@ class Rooted:
     """`root` holds everything: `live/` one folder per attempt, `shared/` read-only trees. One process per root.
     `owner`: whose the files of workspaces become (uid and gid; None: this process's)."""
 
+    image: str | None = None
+
     def __init__(self, root: Path, owner: int | None) -> None:
         self.root = root.absolute()
         self._owner = owner

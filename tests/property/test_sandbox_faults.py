@@ -32,7 +32,7 @@ CALLS = ("fine", "fine", "fine", "no-answer", "lost", "refused")
 class Memory:
     """A system whose faults are given in order; when they are used up it works."""
 
-    kind = "memory"
+    kind, image = "memory", "i"
 
     def __init__(self, creates: list[str], calls: list[str]) -> None:
         self.boxes: dict[str, Mapping[str, str]] = {}

@@ -46,7 +46,7 @@ class Mortal:
 class Host:
     """What the runner of a server does: it counts, takes a while, and says which life it was."""
 
-    judge = None
+    judge = image = None
 
     def __init__(self, ran: Counter[str]) -> None:
         self.provider, self.ran = self, ran

@@ -28,6 +28,8 @@ AGENTS = {"bash": bash_agent.run}
 class NeverStarts:
     """A provider that is asked nothing but whether it can: the attempt ends before its sandbox."""
 
+    image: str | None = None
+
     def refusal(self, _: SandboxNeeds) -> str | None:
         return None
 
@@ -155,7 +157,7 @@ def test_a_judged_task_is_refused_before_it_runs(tmp_path: Path, asked: bool, ur
         (["--judge-key-env", "K"], "--judge-key-env says nothing without --judge-url"),
         (["--judge-url", "http://h/v1", "--judge-concurrency", "0"], "--judge-concurrency 0: must be at least 1"),
         (["--wave-size", "0"], "--wave-size 0: must be at least 1"),
-        (["--per-task", "0"], "--per-task 0: must be at least 1"),
+        (["--per-image", "0"], "--per-image 0: must be at least 1"),
         (["--ready-goal-s", "-1"], "--ready-goal-s -1.0: must be at least 0.01"),
         (["--promise", "cpus=2,memory=5"], "'memory=5': give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER"),
     ],

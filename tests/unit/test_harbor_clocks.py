@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,6 +71,7 @@ class SlowProvider:
     folder: Path
     takes: Takes
     made: list[SandboxSpec] = field(default_factory=list)
+    image: str | None = None
 
     def refusal(self, _: Any) -> str | None:
         return None
@@ -323,3 +324,23 @@ def test_budgets_that_do_not_nest_are_refused_with_their_sum(tmp_path: Path, les
     assert prepare(request_of(), provider, agents).verify_s == VERIFIER_S
     with pytest.raises(BadInput, match=rf"deadline_s {DEADLINE_S - less:g} < queue_timeout_s 60 .* = {DEADLINE_S:g}"):
         prepare(request_of(deadline_s=DEADLINE_S - less), provider, agents)
+
+
+@pytest.mark.parametrize(("image", "at_once", "warm"), [(None, 2, 0), ("python:3", 1, 1)])
+def test_tasks_of_one_image_share_its_cap_and_what_is_warm(
+    tmp_path: Path, image: str | None, at_once: int, warm: int
+) -> None:
+    async def go() -> None:
+        provider = SlowProvider(tmp_path, Takes(), image=image)
+        one_each = gate(8)
+        one_each.waves.pace = replace(one_each.waves.pace, per_group=1)
+        attempts = Attempts(Runner(cast(Any, provider), cast(Any, None), "t" * 16), one_each, 8)
+        folders = [path for path in sorted(BUILTIN_DIR.iterdir()) if path.is_dir()][:2]
+        requests = [request_of(path.name).model_copy(update={"task_dir": str(path)}) for path in folders]
+        asked = [asyncio.ensure_future(attempts.submit(one, "", {"bash": agent_that_takes(5.0)})) for one in requests]
+        await asyncio.sleep(3.0)
+        assert attempts.gate.waves.live == at_once
+        await asyncio.gather(*asked)
+        assert attempts.counts()["warm_starts"] == warm
+
+    run_virtual(go())

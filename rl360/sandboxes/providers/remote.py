@@ -107,9 +107,10 @@ class Output:
 
 class Daemon(Protocol):
     """One outside system. Calls raise `Lost`, `Refused`, `NoAnswer` or another `Rl360Error`; none outlives its deadline
-    by more than a moment."""
+    by more than a moment. `image`: of tasks that name none."""
 
     kind: str
+    image: str
 
     def refusal(self, needs: SandboxNeeds) -> str | None:
         """Why it cannot carry such a task, in one line."""
@@ -269,7 +270,7 @@ class RemoteProvider(Rooted):
 
     def __init__(self, daemon: Daemon, root: Path, deployment: str) -> None:
         super().__init__(root, None)
-        self.daemon, self.deployment = daemon, deployment
+        self.daemon, self.deployment, self.image = daemon, deployment, daemon.image
         self.held: set[str] = set()
         self._watches: dict[str, asyncio.Task[None]] = {}
 
