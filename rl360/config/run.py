@@ -7,7 +7,7 @@ for fields marked operational (pace, fleet, deadlines): they change how a run is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
@@ -17,9 +17,10 @@ from rl360.objective.advantages import CRITIC
 from rl360.objective.presets import PRESETS
 from rl360.store.layout import RUN_PATTERN
 
-OPERATIONAL: dict[str, Any] = {"operational": True}
 FROZEN = {"frozen": True}  # context of a validation
 PLUGIN = r"^(|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+T = TypeVar("T")
+Operational = Annotated[T, Field(json_schema_extra={"operational": True})]  # of a field: a resume may change it
 Rules = Iterable[tuple[bool, str]]  # whether one is broken, and why that cannot be
 
 
@@ -75,13 +76,9 @@ class TasksetConfig(_Section):
 class RolloutConfig(_Section):
     """How attempts are sampled and paced."""
 
-    wave_size: int = Field(64, ge=1, le=8192, description="attempts per wave", json_schema_extra=OPERATIONAL)
-    wave_interval_s: float = Field(
-        0.5, ge=0, le=600, description="pause between wave starts", json_schema_extra=OPERATIONAL
-    )
-    max_concurrent: int = Field(
-        64, ge=1, le=8192, description="attempts running at once", json_schema_extra=OPERATIONAL
-    )
+    wave_size: Operational[int] = Field(64, ge=1, le=8192, description="attempts per wave")
+    wave_interval_s: Operational[float] = Field(0.5, ge=0, le=600, description="pause between wave starts")
+    max_concurrent: Operational[int] = Field(64, ge=1, le=8192, description="attempts running at once")
     agent: str = Field(
         "bash",
         pattern=r"^[\w.-]{1,100}$",
@@ -108,25 +105,20 @@ class RolloutConfig(_Section):
         "pin", description="sampling parameters an agent names: ignored, used (such samples never train), refused"
     )
     thinking: bool = Field(False, description="prompts ask for a reasoning part, where the template has one")
-    infra_retries: int = Field(
-        1, ge=0, le=10, description="new tries of an attempt that infrastructure lost", json_schema_extra=OPERATIONAL
+    infra_retries: Operational[int] = Field(
+        1, ge=0, le=10, description="new tries of an attempt that infrastructure lost"
     )
-    group_retries: int = Field(
-        32, ge=0, le=100_000, description="further tries of a group's attempts together", json_schema_extra=OPERATIONAL
+    group_retries: Operational[int] = Field(
+        32, ge=0, le=100_000, description="further tries of a group's attempts together"
     )
-    quarantine_after: int = Field(
+    quarantine_after: Operational[int] = Field(
         8,
         ge=2,
         le=1000,
         description="sandboxes of a task that fail to start in a row, while as many of others start, end its tries",
-        json_schema_extra=OPERATIONAL,
     )
-    max_infra_rate: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="share of a step's attempts that may be lost for good; more stop the step",
-        json_schema_extra=OPERATIONAL,
+    max_infra_rate: Operational[float] = Field(
+        0.5, gt=0, le=1, description="share of a step's attempts that may be lost for good; more stop the step"
     )
     unverified_timeout: Literal["mask", "score_zero"] = Field(
         "mask", description="an agent_timeout without a verdict: infrastructure, or scored 0 as the policy's fault"
@@ -143,11 +135,8 @@ class SandboxConfig(_Section):
     memory_mb: int = Field(512, ge=16, le=1 << 20)
     pids: int = Field(64, ge=4, le=65_536)
     cpus: float = Field(1.0, gt=0, le=1024, description="what it may use while others leave it idle")
-    reserved_cpus: float = Field(
-        0.05,
-        gt=0,
-        description="what is its own when the host is full: a server admits no more than it has",
-        json_schema_extra=OPERATIONAL,
+    reserved_cpus: Operational[float] = Field(
+        0.05, gt=0, description="what is its own when the host is full: a server admits no more than it has"
     )
     cpu_time_s: float = Field(60, gt=0, description="CPU seconds of one process")
     file_size_mb: int = Field(64, ge=1)
@@ -167,32 +156,22 @@ class JudgeConfig(_Section):
     response_format: Literal["json_schema", "json_object", "none"] = Field(
         "json_schema", description="what the judge's server is asked to hold the answer to"
     )
-    call_s: float = Field(30, gt=0, description="deadline of one call", json_schema_extra=OPERATIONAL)
-    retries: int = Field(
-        3, ge=0, le=20, description="further calls within deadlines.judge_s", json_schema_extra=OPERATIONAL
-    )
+    call_s: Operational[float] = Field(30, gt=0, description="deadline of one call")
+    retries: Operational[int] = Field(3, ge=0, le=20, description="further calls within deadlines.judge_s")
 
 
 class DeadlinesConfig(_Section):
     """Budgets in seconds of the parts of one attempt; the client's deadline must cover their sum."""
 
-    queue_s: float = Field(120, gt=0, json_schema_extra=OPERATIONAL)
-    setup_s: float = Field(20, gt=0, json_schema_extra=OPERATIONAL)
+    queue_s: Operational[float] = Field(120, gt=0)
+    setup_s: Operational[float] = Field(20, gt=0)
     agent_s: float = Field(60, gt=0)
     verifier_s: float = Field(20, gt=0)
-    judge_s: float = Field(
-        0, ge=0, description="all of a judge's calls for one attempt; 0: no judge", json_schema_extra=OPERATIONAL
-    )
-    collect_s: float = Field(20, gt=0, json_schema_extra=OPERATIONAL)
-    slack_s: float = Field(
-        15, ge=15, description="starting the verifier's sandbox, stopping both", json_schema_extra=OPERATIONAL
-    )
-    client_s: float = Field(
-        300, gt=0, description="how long the flow waits for one attempt", json_schema_extra=OPERATIONAL
-    )
-    train_s: float = Field(
-        600, gt=0, description="one optimizer step, a restore and replay included", json_schema_extra=OPERATIONAL
-    )
+    judge_s: Operational[float] = Field(0, ge=0, description="all of a judge's calls for one attempt; 0: no judge")
+    collect_s: Operational[float] = Field(20, gt=0)
+    slack_s: Operational[float] = Field(15, ge=15, description="starting the verifier's sandbox, stopping both")
+    client_s: Operational[float] = Field(300, gt=0, description="how long the flow waits for one attempt")
+    train_s: Operational[float] = Field(600, gt=0, description="one optimizer step, a restore and replay included")
 
     def _rules(self) -> Rules:
         names = ("queue", "setup", "agent", "verifier", "judge", "collect", "slack")
@@ -390,17 +369,12 @@ class TrainerConfig(_Section):
     kept_versions: int = Field(
         0, ge=0, le=64, description="earlier versions whose samples may train, with objective.old_policy kept"
     )
-    max_nonfinite_steps: int = Field(
-        3, ge=1, description="steps in a row that were not finite and stop the run", json_schema_extra=OPERATIONAL
+    max_nonfinite_steps: Operational[int] = Field(
+        3, ge=1, description="steps in a row that were not finite and stop the run"
     )
-    checkpoint_every: int = Field(
-        5, ge=1, le=10_000, description="steps between checkpoints", json_schema_extra=OPERATIONAL
-    )
-    keep_checkpoints: int = Field(
-        3,
-        ge=0,
-        description="newest checkpoints that stay, beside every tenth and what forks start from; 0: all stay",
-        json_schema_extra=OPERATIONAL,
+    checkpoint_every: Operational[int] = Field(5, ge=1, le=10_000, description="steps between checkpoints")
+    keep_checkpoints: Operational[int] = Field(
+        3, ge=0, description="newest checkpoints that stay, beside every tenth and what forks start from; 0: all stay"
     )
 
 
@@ -417,28 +391,22 @@ class ParentConfig(_Section):
 class PushConfig(_Section):
     """How new weights reach the engines."""
 
-    transport: Literal["broadcast", "direct_experts", "p2p", "disk_delta", "disk_full", "colocated"] = Field(
-        "broadcast", description="how the tensors travel (docs/weights.md, Transports)", json_schema_extra=OPERATIONAL
+    transport: Operational[Literal["broadcast", "direct_experts", "p2p", "disk_delta", "disk_full", "colocated"]] = (
+        Field("broadcast", description="how the tensors travel (docs/weights.md, Transports)")
     )
-    folder: str | None = Field(
+    folder: Operational[str | None] = Field(
         None,
         pattern=r"^(/|s3://[^/]+/).*",
         description="of the disk transports: absolute path that engines can read, or s3://bucket/prefix (default: "
         "_fleet/weights in this deployment's bucket)",
-        json_schema_extra=OPERATIONAL,
     )
-    bucket_bytes: int = Field(64 << 20, ge=1 << 10, json_schema_extra=OPERATIONAL)
+    bucket_bytes: Operational[int] = Field(64 << 20, ge=1 << 10)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
-    call_deadline_s: float = Field(60, gt=0, json_schema_extra=OPERATIONAL)
-    deadline_s: float | None = Field(
-        None,
-        gt=0,
-        description="how long one push may keep engines paused in all; null: 20 times call_deadline_s",
-        json_schema_extra=OPERATIONAL,
+    call_deadline_s: Operational[float] = Field(60, gt=0)
+    deadline_s: Operational[float | None] = Field(
+        None, gt=0, description="how long one push may keep engines paused in all; null: 20 times call_deadline_s"
     )
-    min_engines: int = Field(
-        1, ge=1, description="fewer confirmed engines than this fail the push", json_schema_extra=OPERATIONAL
-    )
+    min_engines: Operational[int] = Field(1, ge=1, description="fewer confirmed engines than this fail the push")
 
     @property
     def paused_at_most_s(self) -> float:
@@ -458,9 +426,7 @@ class RunConfig(_Section):
 
     run: str = Field("demo", pattern=RUN_PATTERN, description="name of the run: a-z, 0-9, '-'")
     seed: int = Field(0, ge=0, le=2**31 - 1)
-    steps: int = Field(
-        30, ge=1, le=1_000_000, description="steps to reach; raise it to continue a run", json_schema_extra=OPERATIONAL
-    )
+    steps: Operational[int] = Field(30, ge=1, le=1_000_000, description="steps to reach; raise it to continue a run")
     model: PolicyConfig = PolicyConfig()
     taskset: TasksetConfig = TasksetConfig()
     rollout: RolloutConfig = RolloutConfig()
