@@ -27,7 +27,7 @@ from rl360.store.layout import step_key
 from rl360.store.manifest import Manifest, ObjectRef, get_object, put_object, read_manifest
 from rl360.store.object_store import ObjectStore
 from rl360.store.progress import weight_version
-from rl360.tasksets.plan import StepPlan, plan_step
+from rl360.tasksets.plan import PLAN_SCHEMA, StepPlan, plan_step
 from rl360.tasksets.taskset import load_taskset
 
 PHASES = ("sample_groups", "roll_out", "collect", "filter_groups", "train", "push_weights", "checkpoint")
@@ -78,8 +78,14 @@ def sample_groups(store: ObjectStore, config: RunConfig, step: int) -> Produced:
     last = None
     if config.taskset.difficulty == "history" and step > 0:
         last = load_plan(store, config.run, step - 1), read_records(store, config.run, step - 1)
-    plan = plan_step(taskset, config, step, last)
-    ref = put_object(store, step_key(config.run, step, "groups.msgpack"), pack(plan.to_wire()))
+    key = step_key(config.run, step, "groups.msgpack")
+    try:  # of a past run of this task: it is planned again as it was then
+        held = StepPlan.from_wire(unpack(store.get(key), key), key)
+        schema = held.schema
+    except KeyError:
+        schema = PLAN_SCHEMA
+    plan = plan_step(taskset, config, step, last, schema=schema)
+    ref = put_object(store, key, pack(plan.to_wire()))
     counts = {"groups": len(plan.groups), "attempts": plan.attempts, "waves": len(plan.waves)}
     counts["wave_size"] = max(len(wave) for wave in plan.waves)
     return Produced([ref], counts, {"taskset_digest": taskset.digest})

@@ -49,13 +49,14 @@ _FLUSH_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class AttemptSpec:
-    """One planned attempt: which draw it belongs to and which task it tries."""
+    """One planned attempt: which draw it belongs to, which task it tries, which `image` it shares with other tasks."""
 
     slot_id: str
     group_id: str
     task_id: str
     task_dir: str
     domain: str
+    image: str = ""  # none that others share, or planned before plans said so: placed by its task
 
     def attempt_id(self, try_index: int) -> str:
         return f"{self.slot_id}-t{try_index}"
@@ -138,7 +139,7 @@ class RolloutClient:
         self._stores = StoreGroups(self._ask_stores)
         self._placement = Placement(services.sandbox_urls, len(specs))
         for spec in specs:
-            self._placement.place(spec.slot_id, spec.task_id)
+            self._placement.place(spec.slot_id, spec.image or spec.task_id)
         path = config.rollout.generate
         self._generate: Generate = load_function(path, "rollout.generate") if path else run_as_asked
 
@@ -221,9 +222,9 @@ class RolloutClient:
 
     def _sandbox_server(self, spec: AttemptSpec, try_index: int) -> str:
         """Where a try runs: it follows from the wave's plan and the servers alone, so that whoever asks again asks the
-        same one. A task's attempts share few servers; a try after one that was lost goes to the task's next."""
+        same one. Attempts of one image share few servers; a try after one that was lost goes to the image's next."""
         if spec.slot_id not in self._placement:
-            self._placement.place(spec.slot_id, spec.task_id)
+            self._placement.place(spec.slot_id, spec.image or spec.task_id)
         return self._placement.node_of(spec.slot_id, try_index)
 
     async def _flush(self, attempt_id: str, server: str) -> None:

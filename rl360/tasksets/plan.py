@@ -17,17 +17,19 @@ from rl360.sessions.sample import AttemptRecord
 from rl360.tasksets.mix import History, learned
 from rl360.tasksets.taskset import TaskSet, draw
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = 2
+READS = (1, 2)  # 1 knew no images: its attempts are placed by their tasks
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """groups: group id -> task id, in draw order; waves: the attempts of each wave; history: what the run knew of its
-    tasks when it drew by difficulty, else empty."""
+    tasks when it drew by difficulty, else empty; schema: what it was planned under."""
 
     groups: dict[str, str]
     waves: list[list[AttemptSpec]]
     history: History = field(default_factory=dict)
+    schema: int = PLAN_SCHEMA
 
     @property
     def attempts(self) -> int:
@@ -35,28 +37,38 @@ class StepPlan:
 
     def to_wire(self) -> dict[str, Any]:
         return {
-            "schema_version": PLAN_SCHEMA,
+            "schema_version": self.schema,
             "groups": self.groups,
-            "waves": [[asdict(spec) for spec in wave] for wave in self.waves],
+            "waves": [[_wire_of(spec) for spec in wave] for wave in self.waves],
             **({"history": self.history} if self.history else {}),
         }
 
     @classmethod
     def from_wire(cls, wire: Any, key: str) -> StepPlan:
-        if not isinstance(wire, dict) or wire.get("schema_version") != PLAN_SCHEMA:
-            raise CorruptObject(key, f"is not a step plan of schema {PLAN_SCHEMA}")
+        if not isinstance(wire, dict) or wire.get("schema_version") not in READS:
+            raise CorruptObject(key, f"is not a step plan of schema {' or '.join(map(str, READS))}")
         try:
             waves = [[AttemptSpec(**spec) for spec in wave] for wave in wire["waves"]]
-            return cls(dict(wire["groups"]), waves, dict(wire.get("history", {})))
+            return cls(dict(wire["groups"]), waves, dict(wire.get("history", {})), wire["schema_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptObject(key, f"step plan lacks or misspells a field ({error})") from None
 
 
+def _wire_of(spec: AttemptSpec) -> dict[str, str]:
+    return {name: value for name, value in asdict(spec).items() if value or name != "image"}
+
+
 def plan_step(
-    taskset: TaskSet, config: RunConfig, step: int, last: tuple[StepPlan, Sequence[AttemptRecord]] | None = None
+    taskset: TaskSet,
+    config: RunConfig,
+    step: int,
+    last: tuple[StepPlan, Sequence[AttemptRecord]] | None = None,
+    *,
+    schema: int = PLAN_SCHEMA,
 ) -> StepPlan:
     """Draw `groups_per_step` tasks and lay out their attempts in waves of at most `wave_size`, groups kept whole.
-    `last`: plan and records of the step before, where the run draws by difficulty."""
+    `last`: plan and records of the step before, where the run draws by difficulty. `schema`: an earlier one plans as
+    rl360 did then."""
     history = None if last is None else learned(last[0].history, last[1])
     groups: dict[str, str] = {}
     specs: list[AttemptSpec] = []
@@ -66,10 +78,12 @@ def plan_step(
         group_id = f"s{step:06}-g{index:03}"
         groups[group_id] = task_id
         task = taskset[task_id]
+        image = task.image if schema > 1 else ""
         specs.extend(
-            AttemptSpec(f"{group_id}-a{slot:02}", group_id, task_id, str(task.path), task.domain)
+            AttemptSpec(f"{group_id}-a{slot:02}", group_id, task_id, str(task.path), task.domain, image)
             for slot in range(config.taskset.attempts_per_group)
         )
     size, whole = config.rollout.wave_size, config.taskset.attempts_per_group
     size -= size % whole if size >= whole else 0
-    return StepPlan(groups, [specs[start : start + size] for start in range(0, len(specs), size)], history or {})
+    waves = [specs[start : start + size] for start in range(0, len(specs), size)]
+    return StepPlan(groups, waves, history or {}, schema)

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rl360.errors import BadInput
-from rl360.harbor.task import Task, load_task
+from rl360.harbor.task import Task, image_group, load_task
 from rl360.tasksets.mix import domains_at, undecided
 from rl360.tasksets.sources import folder_of
 
@@ -26,12 +26,14 @@ MAX_TASKS = 1_000_000
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """One task of a set: where it lies, which domain its reward counts for, whether an LLM gives it."""
+    """One task of a set: where it lies, which domain its reward counts for, whether an LLM gives it, and the image group
+    of its sandboxes where it is not alone in that."""
 
     task_id: str
     path: Path
     domain: str
     judged: bool = False
+    image: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def load_taskset(spec: str) -> TaskSet:
         if task.id in found:
             raise BadInput(f"task {task.id!r} is there twice: {found[task.id].path} and {folder}; rename one")
         domain = _domain(task, root.name)
-        entry = TaskEntry(task_id=task.id, path=folder, domain=domain, judged=task.judge is not None)
+        image = "" if image_group(task) == task.id else image_group(task)
+        entry = TaskEntry(task_id=task.id, path=folder, domain=domain, judged=task.judge is not None, image=image)
         found[task.id] = entry
         digest.update(f"{task.id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
     return TaskSet(spec=spec, entries=dict(sorted(found.items())), digest=digest.hexdigest())

@@ -125,6 +125,16 @@ def test_a_step_computes_to_what_is_stored_and_writes_nothing(store: MemoryStore
     assert store.objects == before
 
 
+def test_a_plan_of_an_earlier_schema_is_drawn_as_it_was(store: MemoryStore) -> None:
+    def earlier(wire: Any) -> None:
+        wire["schema_version"] = 1
+
+    change(store, "groups.msgpack", earlier, manifest="sample_groups")
+    manifest = orjson.loads(store.objects[manifest_key("demo", 0, "sample_groups")])
+    assert manifest["objects"][0]["size_bytes"] == len(store.objects[manifest["objects"][0]["key"]])
+    assert [row.line() for row in replayed(store, "sample_groups") if not row.equal] == []
+
+
 def test_a_plan_of_another_wave_size_is_drawn_as_it_was(store: MemoryStore) -> None:
     resumed = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"wave_size": 64})})
     assert all(row.equal for row in replayed(store, "sample_groups", resumed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,22 @@ def test_a_wave_that_runs_again_asks_the_same_servers(tmp_path: Path) -> None:
     for spec, url in zip(SPECS, first, strict=True):
         by_task.setdefault(spec.task_id, set()).add(url)
     assert max(len(servers) for servers in by_task.values()) <= 3
+
+
+def test_tasks_of_an_image_share_their_servers(tmp_path: Path) -> None:
+    """Each of them has its own two, of eight, where it has no image: so had plans that were stored without one."""
+    urls = [f"http://h{number}" for number in range(8)]
+    services = services_at(tmp_path, GONE, GONE).model_copy(update={"sandbox_urls": urls})
+
+    async def used(image: str) -> set[str]:
+        specs = [replace(spec, image=image) for spec in SPECS[:16]]
+        # of a large wave, in which these are no server's full share
+        others = [replace(spec, slot_id=f"{spec.slot_id}-{n}", task_id=f"{n}") for n in range(20) for spec in SPECS]
+        async with RolloutClient(services, RunConfig(), 0, 0, "demo:0", [*specs, *others]) as client:
+            return {client._sandbox_server(spec, 0) for spec in specs}
+
+    assert len(asyncio.run(used("python:3.12"))) == 2
+    assert len(asyncio.run(used(""))) > 2
 
 
 def test_the_rest_of_a_wave_leaves_a_server_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

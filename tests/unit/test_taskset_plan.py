@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 from rl360.config.run import RunConfig
 from rl360.errors import CorruptObject
 from rl360.store.codec import pack, unpack
+from rl360.tasksets.chores import draw_chore
+from rl360.tasksets.harbor_files import write_task
 from rl360.tasksets.plan import StepPlan, plan_step
-from rl360.tasksets.taskset import load_taskset
+from rl360.tasksets.taskset import TaskSet, load_taskset
 
 CHORES = load_taskset("builtin:chores")
 
@@ -77,10 +81,37 @@ def test_a_plan_comes_back() -> None:
     assert StepPlan.from_wire(unpack(pack(plan.to_wire()), "key"), "key") == plan
 
 
+def two_of_an_image(root: Path) -> TaskSet:
+    for name, image in (("a", "python:3.12"), ("b", "python:3.12"), ("c", "")):
+        write_task(root, name, draw_chore(random.Random(name), "append"))
+        toml = root / name / "task.toml"
+        toml.write_text(toml.read_text().replace("[environment]\n", f'[environment]\ndocker_image = "{image}"\n'))
+    return load_taskset(str(root))
+
+
+def test_a_plan_carries_the_images_that_tasks_share(tmp_path: Path) -> None:
+    taskset = two_of_an_image(tmp_path)
+    plan = plan_step(taskset, config(groups=3), 0)
+    images = {spec.task_id: spec.image for spec in plan.waves[0]}
+    assert images == {"rl360/a": "python:3.12", "rl360/b": "python:3.12", "rl360/c": ""}
+    wire = unpack(pack(plan.to_wire()), "key")
+    assert StepPlan.from_wire(wire, "key") == plan and wire["schema_version"] == 2
+    assert all("image" not in spec for spec in wire["waves"][0] if spec["task_id"] == "rl360/c")
+
+
+def test_a_plan_of_before_there_were_images_is_read_and_planned_again_as_it_was(tmp_path: Path) -> None:
+    taskset = two_of_an_image(tmp_path)
+    old = plan_step(taskset, config(groups=3), 0, schema=1)
+    wire = old.to_wire()
+    assert wire["schema_version"] == 1 and not [spec for spec in wire["waves"][0] if "image" in spec]
+    assert StepPlan.from_wire(unpack(pack(wire), "key"), "key") == old
+    assert old.groups == plan_step(taskset, config(groups=3), 0).groups
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema_version": 2},
+        {"schema_version": 3},
         {"groups": None},
         {"groups": 7},
         {"waves": None},
@@ -97,5 +128,5 @@ def test_a_damaged_plan_names_its_object(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("wire", [None, [], {}, "x"])
 def test_what_is_no_plan_is_refused(wire: Any) -> None:
-    with pytest.raises(CorruptObject, match="is not a step plan of schema 1"):
+    with pytest.raises(CorruptObject, match="is not a step plan of schema 1 or 2"):
         StepPlan.from_wire(wire, "key")
