@@ -13,4 +13,6 @@ class Late:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks each name of a file for `_mock_name` and `__wrapped__` as it collects
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._module), name)
