@@ -10,26 +10,23 @@ import os
 from pathlib import Path
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from rl360.config.run import explain
 from rl360.errors import BadInput, Rl360Error
+from rl360.store.data import Data
 
 
-class Secrets(BaseModel):
+class Secrets(Data):
     """Never logged, never in flow parameters, artifacts or sandboxes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: str = Field(min_length=16, repr=False)
     s3_access_key: str = Field(repr=False)
     s3_secret_key: str = Field(repr=False)
 
 
-class Services(BaseModel):
+class Services(Data):
     """Addresses of one deployment's services."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     home: str
     prefect_api_url: str

@@ -29,12 +29,13 @@ from enum import StrEnum
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from rl360.engines.client import EPOCH_HEADER
 from rl360.engines.launchers.options import HOLD_REQUESTS, HOLD_S
 from rl360.engines.pull import Puller
 from rl360.errors import BadInput, CorruptObject, Rl360Error, ServiceError, StoreUnavailable
+from rl360.store.data import Data
 from rl360.weights.delta import WrongBase
 
 log = logging.getLogger("rl360.door")
@@ -98,9 +99,7 @@ class Phase(StrEnum):
     BARRED = "barred"
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _Body(Data):
     epoch: int = Field(ge=1)
 
 

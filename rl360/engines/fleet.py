@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from rl360.engines.client import EngineClient, EngineRefused, EngineSilent
 from rl360.engines.processes import ProcessTree, tree_of_url
 from rl360.errors import Rl360Error, ServiceError
+from rl360.store.data import Data
 
 
 class EngineState(StrEnum):
@@ -56,10 +57,8 @@ def advance(state: EngineState, to: EngineState) -> EngineState:
     return to
 
 
-class EngineIdentity(BaseModel):
+class EngineIdentity(Data):
     """One incarnation of one engine. `process` is null when it runs on another host."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str
     incarnation: str

@@ -18,13 +18,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from rl360.engines.fleet import EngineIdentity, EngineState, advance
 from rl360.engines.processes import EndProof, ProcessTree, boot_id, host_id, proof_of_end
 from rl360.errors import CorruptObject, Rl360Error, ServiceError
+from rl360.store.data import Data, parse, read
 from rl360.weights import fence
 
 EVENTS = "_fleet/events/"
@@ -33,7 +34,6 @@ KEEPERS = "_fleet/keepers/"
 SNAPSHOT_EVERY = 64  # a cold reader reads fewer entries than this, one small object each
 _RACES = 200  # lost races in a row before a writer gives up: somebody writes without end
 _PUSH_ONLY = frozenset({EngineState.LOADING, EngineState.CONFIRMED, EngineState.SERVING})
-M = TypeVar("M", bound=BaseModel)
 NAME = r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$"
 
 
@@ -41,8 +41,8 @@ class FleetConflict(ServiceError):
     """A move that the slot's state or owner does not allow now. Safe to decide again."""
 
 
-class _Stored(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+class _Stored(Data):
+    model_config = ConfigDict(populate_by_name=True)
 
 
 class Event(_Stored):
@@ -286,13 +286,7 @@ def claim_is_over(store: fence.Store, owner: str) -> str:
 
 def read_lease(store: fence.Store, token: str) -> fence.Owner | None:
     """The process that called itself `keeper:TOKEN`."""
-    key = f"{KEEPERS}{token}/lease.json"
-    try:
-        return fence.Owner.model_validate_json(store.get(key))
-    except KeyError:
-        return None
-    except ValidationError as error:
-        raise CorruptObject(key, f"not a keeper's lease: {error.errors()[0]['msg']}") from None
+    return read(store, f"{KEEPERS}{token}/lease.json", fence.Owner, "not a keeper's lease")
 
 
 class FleetLog:
@@ -321,17 +315,14 @@ class FleetLog:
     def _from_snapshot(self) -> None:
         kept = self.store.list(SNAPSHOTS)
         if kept:
-            self.state = _parse(self.store, kept[-1], FleetState)
+            self.state = parse(self.store.get(kept[-1]), kept[-1], FleetState, "not a FleetState")
             if snapshot_key(self.state.seq) != kept[-1]:
                 raise CorruptObject(kept[-1], f"is the state after entry {self.state.seq}")
 
     def entry(self, seq: int) -> Entry | None:
         """One entry; None when it is not written yet."""
-        try:
-            entry = _parse(self.store, event_key(seq), Entry)
-        except KeyError:
-            return None
-        if entry.seq != seq:
+        entry = read(self.store, event_key(seq), Entry, "not an Entry")
+        if entry is not None and entry.seq != seq:
             raise CorruptObject(event_key(seq), f"calls itself entry {entry.seq}")
         return entry
 
@@ -362,10 +353,3 @@ class FleetLog:
         newest = self.refresh().seq
         found = (self.entry(seq) for seq in range(max(1, newest - count + 1), newest + 1))
         return [entry for entry in found if entry is not None]
-
-
-def _parse(store: fence.Store, key: str, model: type[M]) -> M:
-    try:
-        return model.model_validate_json(store.get(key))
-    except ValidationError as error:
-        raise CorruptObject(key, f"not a {model.__name__}: {error.errors()[0]['msg']}") from None

@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rl360.engines.fleet_log import KEEPERS, claim_is_over, read_lease
-from rl360.errors import CorruptObject, Rl360Error, ServiceError
+from rl360.errors import Rl360Error, ServiceError
+from rl360.store.data import Data, parse
 from rl360.weights import fence
 
 LASTS_S = 30.0
@@ -36,10 +37,8 @@ class Store(fence.Store, Protocol):
     def delete(self, key: str) -> None: ...
 
 
-class Beat(BaseModel):
+class Beat(Data):
     """One renewal. `notes`: what the keeper sees of engines that start. `taken_by`: who ended this lease."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lasts_s: float = Field(gt=0)
     at: float
@@ -65,10 +64,7 @@ def _beat_key(token: str, number: int) -> str:
 
 
 def _read(store: fence.Store, key: str) -> Beat:
-    try:
-        return Beat.model_validate_json(store.get(key))
-    except ValidationError as error:
-        raise CorruptObject(key, f"not a keeper's renewal: {error.errors()[0]['msg']}") from None
+    return parse(store.get(key), key, Beat, "not a keeper's renewal")
 
 
 def last_beat(store: fence.Store, token: str) -> tuple[int, Beat | None]:

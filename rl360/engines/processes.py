@@ -17,24 +17,21 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+
+from rl360.store.data import Data
 
 _GONE_STATES = frozenset("ZXx")
 
 
-class ProcessId(BaseModel):
+class ProcessId(Data):
     """A process that cannot be confused with a later one: `start_ticks` is field 22 of /proc/PID/stat."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pid: int
     start_ticks: int
 
 
-class ProcessTree(BaseModel):
+class ProcessTree(Data):
     """An engine's processes as seen from `host`; `group` is its process group when the root leads it, else null."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str
     boot_id: str
@@ -50,10 +47,8 @@ class ProcessTree(BaseModel):
         return psutil.boot_time() + self.root.start_ticks / os.sysconf("SC_CLK_TCK")
 
 
-class EndProof(BaseModel):
+class EndProof(Data):
     """Whether the processes are gone, and what was looked at to say so."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     gone: bool
     evidence: str

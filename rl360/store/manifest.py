@@ -10,30 +10,27 @@ import time
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rl360.errors import CorruptObject
 from rl360.store.codec import sha256_hex
+from rl360.store.data import Data, read
 from rl360.store.layout import manifest_key
 from rl360.store.object_store import ObjectStore
 
 SCHEMA_VERSION = 1
 
 
-class ObjectRef(BaseModel):
+class ObjectRef(Data):
     """A small reference to a payload: where it is and what its bytes must hash to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     size_bytes: int = Field(ge=0)
 
 
-class Manifest(BaseModel):
+class Manifest(Data):
     """What one task of one step produced. `counts` and `info` are small: what a person or the next task needs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = SCHEMA_VERSION
     run: str
@@ -76,19 +73,8 @@ def checked(data: bytes, ref: ObjectRef) -> bytes:
 def read_manifest(store: ObjectStore, run: str, step: int, task: str) -> Manifest | None:
     """The task's manifest, or None when the task has not committed."""
     key = manifest_key(run, step, task)
-    try:
-        data = store.get(key)
-    except KeyError:
-        return None
-    try:
-        manifest = Manifest.model_validate(orjson.loads(data))
-    except orjson.JSONDecodeError as error:
-        raise CorruptObject(key, f"is not a manifest ({error})") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise CorruptObject(key, f"is not a manifest ({where}: {first['msg']})") from None
-    if manifest.schema_version != SCHEMA_VERSION:
+    manifest = read(store, key, Manifest, "is not a manifest")
+    if manifest is not None and manifest.schema_version != SCHEMA_VERSION:
         raise CorruptObject(key, f"has schema version {manifest.schema_version}, this rl360 reads {SCHEMA_VERSION}")
     return manifest
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import orjson
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save
 
 from rl360.config.run import RunConfig
@@ -24,6 +23,7 @@ from rl360.errors import BadInput, CorruptObject
 from rl360.objective.advantages import CRITIC
 from rl360.objective.kl import RowKl, kl_ahead, reward_advantages, token_kl
 from rl360.store.codec import sha256_hex
+from rl360.store.data import Data, read
 from rl360.store.layout import actor_prefix, reference_key
 from rl360.store.manifest import ObjectRef, get_object, put_object
 from rl360.store.object_store import ObjectStore
@@ -38,10 +38,8 @@ from rl360.training.results import Batch, TrainResult, read_result
 from rl360.training.saved import CheckpointManifest, latest, start_of_fork
 
 
-class ActorManifest(BaseModel):
+class ActorManifest(Data):
     """A kept actor: the weights of `version`, whole."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     version: int
@@ -54,13 +52,7 @@ def _manifest_key(run: str, version: int) -> str:
 
 
 def read_actor(store: ObjectStore, run: str, version: int) -> ActorManifest | None:
-    key = _manifest_key(run, version)
-    try:
-        return ActorManifest.model_validate_json(store.get(key))
-    except KeyError:
-        return None
-    except ValidationError as error:
-        raise CorruptObject(key, f"is no manifest of a kept actor: {error.errors()[0]['msg']}") from None
+    return read(store, _manifest_key(run, version), ActorManifest, "is no manifest of a kept actor")
 
 
 def prune(store: ObjectStore, run: str, below: int) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from rl360.config.run import RunConfig, frozen_differences
 from rl360.config.services import Services
 from rl360.errors import BadInput, Rl360Error, StoreUnavailable
+from rl360.store.data import Data
 from rl360.store.folders import upload_folder
 from rl360.store.layout import run_config_key, step_key
 from rl360.training import checkpoints
@@ -48,20 +49,16 @@ class UnknownRun(Rl360Error):
     """The store holds no such run."""
 
 
-class StepBody(BaseModel):
+class StepBody(Data):
     """Body of `PUT /steps/{k}`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     batch_key: str = Field(min_length=1)
     batch_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class ExportBody(BaseModel):
+class ExportBody(Data):
     """Body of `POST /runs/{run}/export`: a new directory on the trainer's machine, or a new prefix in the store."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dir: str = Field(pattern=r"^(/|s3://)", description="absolute path, or s3://bucket/prefix, that does not exist yet")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -18,13 +18,14 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rl360.errors import BadInput, CorruptObject
 from rl360.objective.filters import BATCH_SCHEMA, TrainRow
 from rl360.sessions.routing import RoutingShape
 from rl360.sessions.sample import MergedSample, decode_samples
 from rl360.store.codec import sha256_hex, unpack
+from rl360.store.data import Data, read
 from rl360.store.layout import step_key
 from rl360.store.object_store import ObjectStore
 from rl360.training.packing import TrainSequence
@@ -39,10 +40,8 @@ class StepStatus(StrEnum):
     NONFINITE = "nonfinite"  # loss or gradient was not finite: refused, no optimizer step
 
 
-class Witnessed(BaseModel):
+class Witnessed(Data):
     """What the witness saw (rl360.training.megatron.witness): samples and positions with a gradient."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     samples: int
     tokens: int
@@ -53,10 +52,8 @@ class Witnessed(BaseModel):
     )  # null: written before it was told
 
 
-class TrainResult(BaseModel):
+class TrainResult(Data):
     """The outcome of a step. Means are over trained tokens and null when nothing trained, never 0."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     run: str
@@ -98,16 +95,7 @@ class TrainResult(BaseModel):
 
 def read_result(store: ObjectStore, run: str, step: int) -> TrainResult | None:
     """The recorded result of a step, or None."""
-    key = step_key(run, step, RESULT_NAME)
-    try:
-        data = store.get(key)
-    except KeyError:
-        return None
-    try:
-        return TrainResult.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise CorruptObject(key, f"is no train result: {first['loc']}: {first['msg']}") from None
+    return read(store, step_key(run, step, RESULT_NAME), TrainResult, "is no train result")
 
 
 def commit_result(store: ObjectStore, result: TrainResult) -> TrainResult:

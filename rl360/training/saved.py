@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from rl360.config.run import ParentConfig, RunConfig
 from rl360.errors import BadInput, CorruptObject
+from rl360.store.data import Data, read
 from rl360.store.layout import check_run, checkpoint_prefix
 from rl360.store.manifest import ObjectRef
 from rl360.store.object_store import ObjectStore
@@ -20,10 +19,8 @@ _KEPT, _DELETED = b"kept: a run was forked from here", b"being deleted"
 _TENTH = 10
 
 
-class CheckpointManifest(BaseModel):
+class CheckpointManifest(Data):
     """A whole checkpoint: where its tensors are and where in the run it stands."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     run: str
@@ -43,13 +40,7 @@ def manifest_key(run: str, step: int) -> str:
 
 
 def read_manifest(store: ObjectStore, run: str, step: int) -> CheckpointManifest | None:
-    key = manifest_key(run, step)
-    try:
-        return CheckpointManifest.model_validate_json(store.get(key))
-    except KeyError:
-        return None
-    except ValidationError as error:
-        raise CorruptObject(key, f"is no checkpoint manifest: {error.errors()[0]['msg']}") from None
+    return read(store, manifest_key(run, step), CheckpointManifest, "is no checkpoint manifest")
 
 
 def _steps(store: ObjectStore, run: str) -> list[int]:

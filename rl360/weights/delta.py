@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import numpy as np
 import orjson
 import zstandard
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rl360.errors import BadInput, CorruptObject, Rl360Error, StoreUnavailable
+from rl360.store.data import Data, parse
 from rl360.weights.messages import TensorSpec
 
 if TYPE_CHECKING:
@@ -175,11 +176,7 @@ class Encoding(StrEnum):
     OVERWRITE = "overwrite"
 
 
-class _Stored(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Entry(_Stored):
+class Entry(Data):
     """One tensor inside a shard. `carried`: elements in it. Digests are sha256 of a tensor's bytes."""
 
     tensor: TensorSpec
@@ -191,13 +188,13 @@ class Entry(_Stored):
     base_sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
 
 
-class Shard(_Stored):
+class Shard(Data):
     name: str = Field(pattern=r"^shard-\d{5}\.zst$")
     size_bytes: int = Field(ge=0)
     entries: tuple[Entry, ...] = Field(min_length=1)
 
 
-class VersionFiles(_Stored):
+class VersionFiles(Data):
     """`manifest.json`: the version that the folder brings, and what it applies to (null: to nothing, it is whole)."""
 
     schema_version: Literal[1] = 1
@@ -380,12 +377,7 @@ def find_version(files: Files) -> VersionFiles | None:
         data = files.get(MANIFEST)
     except KeyError:
         return None
-    try:
-        found = VersionFiles.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise CorruptObject(f"{files.where}/{MANIFEST}", f"is no manifest ({where}: {first['msg']})") from None
+    found = parse(data, f"{files.where}/{MANIFEST}", VersionFiles, "is no manifest")
     if found.digest != found.true_digest:
         raise CorruptObject(f"{files.where}/{MANIFEST}", f"is damaged: digest {found.true_digest[:16]} is not its own")
     return found

@@ -16,19 +16,19 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from typing import Protocol, TypeVar
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rl360.engines.fleet import EngineIdentity
 from rl360.engines.processes import ProcessId, alive, boot_id, host_id, identify
-from rl360.errors import BadInput, CorruptObject, Rl360Error, ServiceError
+from rl360.errors import BadInput, Rl360Error, ServiceError
+from rl360.store.data import Data, M, parse, read
 from rl360.weights.messages import PushRecord, PushStatus, parse_version
 
 _PUSH = "_fleet/push/"
 _GONE = "_fleet/gone/"
-M = TypeVar("M", bound=BaseModel)
 
 
 class Store(Protocol):
@@ -41,10 +41,8 @@ class Store(Protocol):
     def list(self, prefix: str) -> list[str]: ...
 
 
-class Owner(BaseModel):
+class Owner(Data):
     """The process that runs a push. `token` tells two pushes of one process apart."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str
     boot_id: str
@@ -52,10 +50,8 @@ class Owner(BaseModel):
     token: str
 
 
-class Intent(BaseModel):
+class Intent(Data):
     """Receivers of a push, written before the first of them is touched."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     epoch: int = Field(ge=1)
     run: str
@@ -68,10 +64,8 @@ class Intent(BaseModel):
     written_at: float
 
 
-class GoneConfirmation(BaseModel):
+class GoneConfirmation(Data):
     """A person's statement, kept for good."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str
     incarnation: str
@@ -81,10 +75,8 @@ class GoneConfirmation(BaseModel):
     confirmed_at: float
 
 
-class Unconfirmed(BaseModel):
+class Unconfirmed(Data):
     """An engine whose end could not be proven, and what was seen."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     identity: EngineIdentity
     epoch: int
@@ -153,18 +145,12 @@ def _epochs(store: Store) -> tuple[set[int], set[int]]:
 
 
 def _read(store: Store, key: str, model: type[M]) -> M:
-    try:
-        return model.model_validate_json(store.get(key))
-    except ValidationError as error:
-        raise CorruptObject(key, f"not a {model.__name__}: {error.errors()[0]['msg']}") from None
+    return parse(store.get(key), key, model, f"not a {model.__name__}")
 
 
 def read_end(store: Store, epoch: int) -> PushRecord | None:
     """The record of a push that is over."""
-    try:
-        return _read(store, end_key(epoch), PushRecord)
-    except KeyError:
-        return None
+    return read(store, end_key(epoch), PushRecord, "not a PushRecord")
 
 
 def look(store: Store) -> tuple[int, list[Intent]]:

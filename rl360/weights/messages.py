@@ -14,15 +14,12 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from rl360.engines.fleet import EngineIdentity, EngineState
 from rl360.errors import BadInput
+from rl360.store.data import Data
 from rl360.store.layout import check_run
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Transport(StrEnum):
@@ -40,7 +37,7 @@ class Transport(StrEnum):
         return self in (Transport.DISK_DELTA, Transport.DISK_FULL)
 
 
-class TensorSpec(_Message):
+class TensorSpec(Data):
     """One tensor under its Hugging Face name, as it travels (dtype after the cast)."""
 
     name: str = Field(min_length=1)
@@ -74,7 +71,7 @@ class TensorSpec(_Message):
         return count * (4 if self.dtype == "float32" else 2)
 
 
-class Bucket(_Message):
+class Bucket(Data):
     """Tensors that travel in one call, in this order, back to back."""
 
     tensors: tuple[TensorSpec, ...] = Field(min_length=1)
@@ -84,14 +81,14 @@ class Bucket(_Message):
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
-class EngineSet(_Message):
+class EngineSet(Data):
     """The receivers of one push, frozen. Rank in the group = position + 1; the trainer is rank 0."""
 
     epoch: int = Field(ge=1, description="fleet-wide, grows with every push that touches engines")
     engines: tuple[EngineIdentity, ...] = Field(min_length=1)
 
 
-class EngineLayout(_Message):
+class EngineLayout(Data):
     """How every engine spreads the model over its ranks, as SGLang does with attention data parallelism off."""
 
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of an engine")
@@ -112,7 +109,7 @@ class EngineLayout(_Message):
         return self.tp // self.ep
 
 
-class Delivery(_Message):
+class Delivery(Data):
     """What one sender brings to one rank of one engine, bucket by bucket. The n-th buckets of all ranks of an engine
     are one call to it."""
 
@@ -123,7 +120,7 @@ class Delivery(_Message):
     buckets: tuple[Bucket, ...] = Field(min_length=1)
 
 
-class PushPlan(_Message):
+class PushPlan(Data):
     """Everything the trainer needs to send one version to one frozen engine set; also the body of `/push/transfer`."""
 
     run: str
@@ -239,7 +236,7 @@ class PushPlan(_Message):
         return self.call_deadline_s * (rounds + 5 + len(self.stale_groups))
 
 
-class EngineTransfer(_Message):
+class EngineTransfer(Data):
     """What became of one engine in a transfer. `error` is empty when every call of it succeeded."""
 
     url: str
@@ -252,7 +249,7 @@ class EngineTransfer(_Message):
     whole: bool = Field(False, description="files: it took every tensor, not a difference")
 
 
-class TransferReport(_Message):
+class TransferReport(Data):
     """The trainer's account of one transfer. `ok` only when every engine took every bucket."""
 
     ok: bool
@@ -264,12 +261,12 @@ class TransferReport(_Message):
     error: str = Field("", description="why the transfer stopped, when ok is false")
 
 
-class ChecksumRequest(_Message):
+class ChecksumRequest(Data):
     run: str
     version: str
 
 
-class ChecksumReply(_Message):
+class ChecksumReply(Data):
     """What the trainer holds as `version`: the tensors that travel and the checksums an engine must answer."""
 
     run: str
@@ -285,7 +282,7 @@ class PushStatus(StrEnum):
     SUPERSEDED = "superseded"  # a later epoch took its receivers over
 
 
-class EngineOutcome(_Message):
+class EngineOutcome(Data):
     """One engine at the end of a push."""
 
     identity: EngineIdentity
@@ -297,7 +294,7 @@ class EngineOutcome(_Message):
     note: str = Field("", description="what went another way than planned though it serves")
 
 
-class PushRecord(_Message):
+class PushRecord(Data):
     """A finished push, as stored. `path` names the transport that carried it."""
 
     schema_version: Literal[1] = 1

@@ -32,6 +32,7 @@ from rl360.engines.fleet_log import Slot as FleetSlot
 from rl360.engines.gateway import GatewayClient
 from rl360.engines.processes import end_tree, tree_of_url
 from rl360.errors import BadInput, CleanupUnconfirmed, CorruptObject, EngineChurn, ServiceError
+from rl360.store.data import read
 from rl360.store.layout import step_key
 from rl360.weights import fence
 from rl360.weights.ends import END_DEADLINE_S, Ends
@@ -208,11 +209,8 @@ class _Push:
         if self.step is None:
             return None
         key = step_key(self.run, self.step, "push.json")
-        try:
-            record = PushRecord.model_validate_json(await asyncio.to_thread(self.store.get, key))
-        except KeyError:
-            return None
-        if record.version != self.version:
+        record = await self.io(read, key, PushRecord, "is no record of a push")
+        if record is not None and record.version != self.version:
             raise CorruptObject(key, f"records version {record.version}, this step makes {self.version}")
         return record
 

@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict
-
 from rl360.config.services import Services
 from rl360.engines.fleet_log import Slot
 from rl360.engines.launchers.options import EngineOptions
 from rl360.engines.processes import EndProof, ProcessTree
+from rl360.store.data import Data
 
 
-class Start(BaseModel):
+class Start(Data):
     """An engine to start. `port` is one that nothing else of the fleet uses on the same host."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     number: int
@@ -54,12 +51,10 @@ class Start(BaseModel):
         return options.argv()
 
 
-class Handle(BaseModel):
+class Handle(Data):
     """One start as its launcher knows it. `ref` holds the launcher's own names; `url` is empty until it is known.
     `running`: its processes have begun; `state`: what the launcher calls it, in few words that stay the same while
     nothing changes; `detail`: more, for people, that may change at every look. `failed`: why it will never run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mark: str
     url: str = ""

@@ -17,12 +17,13 @@ import time
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from rl360.config.services import Services
 from rl360.engines.launchers.base import Handle, Start, last_line
 from rl360.engines.processes import EndProof, ProcessTree, boot_id, end_tree, proof_of_end, tree_of_pid
 from rl360.errors import CorruptObject, Rl360Error, ServiceError
+from rl360.store.data import Data
 
 MARK_ENV = "RL360_ENGINE"
 INSTANCE_ENV = "RL360_INSTANCE"
@@ -56,10 +57,8 @@ class SupervisedLauncher:
         return await end_tree(handle.process, deadline_s)
 
 
-class _Record(BaseModel):
+class _Record(Data):
     """`HOME/engines/MARK.json`, written before the process is made and again with what it is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     port: int
     boot_id: str
