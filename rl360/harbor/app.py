@@ -183,6 +183,7 @@ class Attempts:
             self._turns.leave(key)
 
         self.held += 1
+        self._turns.give_up(key)
         asyncio.get_running_loop().call_later(attempt.request.deadline_s, later)
 
     async def _settle(self, request: RunRequest, reply: RunReply) -> RunReply:
@@ -210,7 +211,7 @@ class Attempts:
         """Wait for a turn on the queue's own clock; False when there was none in time, or the attempt was cancelled."""
         request = attempt.request
         key, limit_s = request_key(request), request.queue_timeout_s
-        attempt.started = partial(self._turns.settle, key)
+        attempt.started, attempt.again = partial(self._turns.settle, key), partial(self._turns.again, key)
         started = time.monotonic()
         self.waiting += 1
         try:

@@ -75,6 +75,10 @@ async def _until(deadline: float, work: Awaitable[AgentEnd]) -> AgentEnd:
                 job.exception()  # seen: it ended too late to say anything
 
 
+async def _at_once(_limit_s: float) -> None:
+    return
+
+
 @dataclass
 class Attempt:
     """What is known of an attempt so far."""
@@ -95,7 +99,8 @@ class Attempt:
     verifier_log: str = ""
     transcript: list[dict[str, Any]] = field(default_factory=list)
     judging: JudgeSpent = field(default_factory=JudgeSpent)
-    started: Callable[[bool, bool], None] = lambda _ready, _refused: None  # told how its sandbox's start went
+    started: Callable[[bool, bool], None] = lambda _ready, _refused: None  # told how a sandbox's start went
+    again: Callable[[float], Awaitable[None]] = _at_once  # waits, so long at most, until another may start
     refused: bool = False
 
     def __post_init__(self) -> None:
@@ -314,14 +319,14 @@ class Runner:
             metrics=attempt.metrics,
             transcript=attempt.transcript,
             folder=_agent_folder(sandbox.spec.workspace),
+            time_s=prepared.agent_timeout_s,
         )
         try:
             end = await _until(context.deadline, prepared.agent(context))
             attempt.exit_status, attempt.detail = end.exit_status, end.detail
         except AgentFailure as error:
-            # of an agent whose last words were a model's refusal, that is what its time went into
             late = error.exit_status == ExitStatus.AGENT_TIMEOUT
-            error = context.refused[-1] if late and context.refused else error
+            error = (context.kept_by() if late else None) or error  # what the agent's time went into
             attempt.failed("agent", error.exit_status, str(error))
         except SandboxGone as error:
             status = ExitStatus.SANDBOX_LIMIT if error.by_contents else ExitStatus.SANDBOX_LOST
@@ -343,7 +348,12 @@ class Runner:
     async def _verify(self, prepared: Prepared, attempt: Attempt) -> None:
         request = prepared.request
         assert attempt.workspace is not None
-        start_s = attempt.left(VERIFIER_START_S, prepared.verify_s + STOP_RESERVE_S)
+        after_s = prepared.verify_s + STOP_RESERVE_S
+
+        async def turn() -> None:
+            with attempt.timed("queue"):
+                await attempt.again(attempt.deadline - asyncio.get_running_loop().time() - VERIFIER_START_S - after_s)
+
         order = VerifyOrder(
             task=prepared.task,
             workspace=attempt.workspace,
@@ -353,7 +363,9 @@ class Runner:
             labels=labels_of(request),
             limits=prepared.limits,
             timeout_s=prepared.verifier_timeout_s,
-            start_timeout_s=start_s,
+            turn=turn,
+            started=attempt.started,
+            start_s=lambda: attempt.left(VERIFIER_START_S, after_s),
             stop_s=lambda: attempt.left(STOP_DEADLINE_S, prepared.judge_s),
             timed=attempt.timed,
             key=run_key(self._token, request.run),

@@ -36,9 +36,28 @@ class Turns:
         finally:
             del self._turns[key]
 
+    async def again(self, key: str, limit_s: float) -> None:
+        """Return when `key`, which has a turn, may start another sandbox; at the limit in any case, so that it never
+        starves."""
+        self.gate.ask_again(key)
+        turn = self._turns[key] = asyncio.get_running_loop().create_future()
+        try:
+            self._pass()
+            await asyncio.wait({turn}, timeout=max(0.0, limit_s))
+            if not turn.done():
+                self.gate.begin_again(key, asyncio.get_running_loop().time())
+        finally:
+            del self._turns[key]
+            self.gate.withdraw(key)
+
     def settle(self, key: str, ok: bool, refused: bool) -> None:
         """Its sandbox is ready, or did not start."""
         self.gate.waves.settle(key, asyncio.get_running_loop().time(), ok=ok, refused=refused)
+        self._pass()
+
+    def give_up(self, key: str) -> None:
+        """It needs no sandbox any more, and one may still be there: it holds its place, and no other's start up."""
+        self.gate.waves.give_up(key)
         self._pass()
 
     def leave(self, key: str) -> None:

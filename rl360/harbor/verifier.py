@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,8 +65,9 @@ class Bench:
 
 @dataclass(frozen=True)
 class VerifyOrder:
-    """What to verify, whose it is, and the clocks: `stop_s` says what is left to stop in, `timed` runs the clock of a
-    phase. `key` signs the verdict: the run's (rl360.harbor.verdict); `bench` is there for a task with judge terms."""
+    """What to verify, whose it is, and the clocks: `turn` waits until a sandbox may start, `started` is told how that
+    went, `start_s` and `stop_s` say what is left for either, `timed` runs the clock of a phase. `key` signs the
+    verdict: the run's (rl360.harbor.verdict); `bench` is there for a task with judge terms."""
 
     task: Task
     workspace: Workspace
@@ -76,7 +77,9 @@ class VerifyOrder:
     labels: Mapping[str, str]
     limits: SandboxLimits
     timeout_s: float
-    start_timeout_s: float
+    turn: Callable[[], Awaitable[None]]
+    started: Callable[[bool, bool], None]
+    start_s: Callable[[], float]
     stop_s: Callable[[], float]
     timed: Callable[[Literal["verify", "judge"]], AbstractContextManager[None]]
     key: bytes = field(repr=False)
@@ -101,16 +104,14 @@ async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[Stop
     """
     terms, bench = order.task.judge, order.bench
     if terms is None:
-        with order.timed("verify"):
-            return _concluded(order, await _run_script(provider, order, stops))
+        return _concluded(order, await _script(provider, order, stops))
     if bench is None:
         return Verification(None, Outcome.JUDGE_ERROR, "the task is judged by an LLM and there is no judge")
     with order.timed("judge"):
         evidence = await asyncio.to_thread(_evidence, order, terms, bench)
     script_reward = None
     if terms.mode == "after_script":
-        with order.timed("verify"):
-            script_reward, *_ = script = await _run_script(provider, order, stops)
+        script_reward, *_ = script = await _script(provider, order, stops)
         if script_reward is None or script_reward < PASS_REWARD:
             return _concluded(order, script)
     try:
@@ -130,9 +131,16 @@ def _evidence(order: VerifyOrder, terms: JudgeTerms, bench: Bench) -> Evidence:
     return Evidence(task.instruction, said, files)
 
 
+async def _script(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> Found:
+    await order.turn()  # nobody's time
+    with order.timed("verify"):
+        return await _run_script(provider, order, stops)
+
+
 async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> Found:
     environment = order.task.config.environment
     tests = await provider.publish(order.task.tests_dir, order.task.verifier_digest)
+    start_s = order.start_s()
     spec = SandboxSpec(
         name=order.name,
         labels=order.labels,
@@ -142,18 +150,20 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
         read_only={"/tests": tests},
         with_logs=True,
         env={**environment.env, **order.task.config.verifier.env},
-        start_timeout_s=order.start_timeout_s,
+        start_timeout_s=start_s,
         image=environment.docker_image,
         network=environment.network_mode,
         disk_mb=environment.storage_mb,
-        lifetime_s=order.start_timeout_s + order.timeout_s + END_S,
+        lifetime_s=start_s + order.timeout_s + END_S,
         stops=stops,
     )
     try:
         sandbox = await provider.create(spec)
     except SandboxStartError as error:
+        order.started(False, error.refused)
         stops.extend([error.proof] if error.proof is not None else [])
         return (None, Outcome.SANDBOX_START, str(error))
+    order.started(True, False)
     problem: Outcome | None = None
     try:
         result = await sandbox.exec("bash /tests/test.sh", order.timeout_s, MAX_LOG_BYTES)

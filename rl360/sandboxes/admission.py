@@ -2,7 +2,8 @@
 
 `Reservations` never promises more of anything than the node has. `Gate` lets wait and start: in the order of asking,
 but an ask whose group is full, or whose needs do not fit yet, may be passed. One that did not fit for `patience_s` is
-not passed any more: what ends makes room for it alone, so a heavy one does not starve behind light ones.
+not passed any more: what ends makes room for it alone, so a heavy one does not starve behind light ones. One that runs
+and starts another sandbox keeps what it holds and goes before all that wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from operator import add, sub
 from typing import NamedTuple
 
@@ -75,6 +77,7 @@ class Gate:
     def __init__(self, waves: Waves, reservations: Reservations, patience_s: float = 30.0) -> None:
         self.waves, self.reservations, self.patience_s = waves, reservations, patience_s
         self._waiting: OrderedDict[str, _Ask] = OrderedDict()
+        self._again: OrderedDict[str, None] = OrderedDict()
 
     @property
     def waiting(self) -> int:
@@ -87,10 +90,26 @@ class Gate:
             raise ValueError(f"{key} waits or runs already")
         self._waiting[key] = _Ask(group, need)
 
+    def ask_again(self, key: str) -> None:
+        """One that runs waits for the start of its next sandbox."""
+        self._again[key] = None
+
+    def begin_again(self, key: str, now: float) -> None:
+        """It starts its next sandbox now, due or not."""
+        self.withdraw(key)
+        self.waves.begin_again(key, now)
+
+    def withdraw(self, key: str) -> None:
+        """It waits for no next sandbox any more."""
+        self._again.pop(key, None)
+
     def due(self, now: float, most: int = sys.maxsize) -> list[str]:
         """Those that start now, at most so many: they hold their reservation and count as starting."""
+        again = [*islice(self._again, min(most, self.waves.paced(now)))]
+        for key in again:
+            self.begin_again(key, now)
         started: list[str] = []
-        free = min(most, self.waves.free(now))
+        free = min(most - len(again), self.waves.free(now))
         passed = 0
         for key, ask in self._waiting.items():
             if len(started) == free or passed == LOOK_AHEAD:
@@ -107,15 +126,16 @@ class Gate:
             passed += 1
         for key in started:
             del self._waiting[key]
-        return started
+        return again + started
 
     def again_at(self, now: float) -> float | None:
         """When `due` may say more without anything having ended; None: not before something does."""
         later = self.waves.next_wave_at()
-        return later if self._waiting and later > now else None
+        return later if (self._waiting or self._again) and later > now else None
 
     def leave(self, key: str) -> None:
         """It waits, starts or runs no more; what it held is free. `KeyError` when it did none of these."""
+        self.withdraw(key)
         if self._waiting.pop(key, None) is None:
             self.reservations.release(key)
             self.waves.end(key)

@@ -31,7 +31,8 @@ class Pace:
 
 
 class Waves:
-    """A key is begun, then ready or failed, then ended; another order is an error of the caller's and raises."""
+    """A key is begun, then ready or failed, perhaps again, then ended; another order is an error of the caller's and
+    raises."""
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
@@ -53,10 +54,14 @@ class Waves:
         """That start or run."""
         return len(self._live)
 
-    def free(self, now: float) -> int:
-        """How many starts may begin at `now`, if their groups are open."""
+    def paced(self, now: float) -> int:
+        """How many starts wave and window let begin at `now`."""
         left = self.pace.size - (self._in_wave if now < self.next_wave_at() else 0)
-        return max(0, min(left, int(self.window) - self.starting, self.pace.max_concurrent - self.live))
+        return max(0, min(left, int(self.window) - self.starting))
+
+    def free(self, now: float) -> int:
+        """How many may begin that do not live yet, if their groups are open."""
+        return max(0, min(self.paced(now), self.pace.max_concurrent - self.live))
 
     def open(self, group: str) -> bool:
         return self._groups[group] < self.pace.per_group
@@ -68,13 +73,21 @@ class Waves:
     def begin(self, key: str, group: str, now: float) -> None:
         if key in self._live or not self.free(now) or not self.open(group):
             raise ValueError(f"{key} of {group} may not start now")
+        self._live[key] = group
+        self.begin_again(key, now)
+        self.begun += 1
+        self.warm += group in self._groups
+        self._groups[group] += 1
+
+    def begin_again(self, key: str, now: float) -> None:
+        """One that lives starts another sandbox in place of its first. Whoever does not wait until it is `paced` still
+        counts."""
+        if key not in self._live or key in self._starting:
+            raise ValueError(f"{key} does not live, or starts already")
         if now >= self.next_wave_at():
             self._wave_at, self._in_wave = now, 0
         self._in_wave += 1
-        self.begun += 1
-        self.warm += group in self._groups
-        self._starting[key], self._live[key] = now, group
-        self._groups[group] += 1
+        self._starting[key] = now
 
     def settle(self, key: str, now: float, *, ok: bool, refused: bool = False) -> None:
         """The start is over: ready, or failed. refused: by one who is asked too much (a registry, a quota)."""
@@ -93,7 +106,11 @@ class Waves:
             grown = self.window + (GROWTH if self.window < REFUSED * self._refused_at else GROWTH / self.window)
             self.window = min(float(self.pace.max_concurrent), grown)
 
-    def end(self, key: str) -> None:
-        """It is gone, or nobody will ever say that it was ready."""
+    def give_up(self, key: str) -> None:
+        """If it starts, nobody will ever say that it was ready."""
         self._starting.pop(key, None)
+
+    def end(self, key: str) -> None:
+        """It is gone."""
+        self.give_up(key)
         self._groups[self._live.pop(key)] -= 1

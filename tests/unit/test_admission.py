@@ -96,6 +96,28 @@ def test_a_call_looks_at_so_many_and_comes_to_all() -> None:
     assert set(done) == {*(f"a{number}" for number in range(3 * LOOK_AHEAD)), "b"} and waits.waiting == 0
 
 
+def test_a_next_sandbox_goes_before_all_that_wait_and_within_the_pace() -> None:
+    waits = gate(size=2, interval_s=1.0)
+    for number in range(6):
+        waits.ask(f"k{number}", "g", need())
+    assert waits.due(0.0) == ["k0", "k1"]
+    for key in ("k0", "k1"):
+        waits.waves.settle(key, 0.5, ok=True)
+        waits.ask_again(key)
+    assert waits.due(0.9) == [] and waits.again_at(0.9) == 1.0, "the wave is over"
+    assert waits.due(1.0) == ["k0", "k1"]
+    assert waits.due(2.0) == [] and waits.waves.starting == 2, "they fill the window"
+    waits.leave("k0")
+    assert waits.due(3.0) == ["k2"]
+    waits.leave("k1")
+    waits.waves.settle("k2", 3.5, ok=True)
+    waits.ask_again("k2")
+    waits.withdraw("k2")
+    waits.ask_again("k2")
+    waits.leave("k2")
+    assert waits.due(4.0, most=2) == ["k3", "k4"], "one that left wants nothing"
+
+
 def test_what_is_wrong_to_do_raises() -> None:
     waits = gate()
     waits.ask("k", "g", need())

@@ -15,7 +15,7 @@ import pytest
 from rl360.agents import bash_agent
 from rl360.agents.base import AgentContext, AgentEnd
 from rl360.errors import BadInput
-from rl360.harbor.app import Attempts
+from rl360.harbor.app import Attempts, FlushRequest
 from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.runner import SLACK_S, Attempt, Prepared, Runner, prepare
@@ -342,5 +342,103 @@ def test_tasks_of_one_image_share_its_cap_and_what_is_warm(
         assert attempts.gate.waves.live == at_once
         await asyncio.gather(*asked)
         assert attempts.counts()["warm_starts"] == warm
+
+    run_virtual(go())
+
+
+def paced(attempts: Attempts, **parts: Any) -> None:
+    attempts.gate.waves.pace = replace(attempts.gate.waves.pace, **parts)
+
+
+def attempts_of(provider: Any, slots: int = 4) -> Attempts:
+    return Attempts(Runner(cast(Any, provider), cast(Any, None), "t" * 16), gate(slots), 8)
+
+
+def test_a_verifiers_sandbox_waits_for_the_next_wave_and_that_is_nobodys_time(tmp_path: Path) -> None:
+    async def go() -> RunReply:
+        attempts = attempts_of(SlowProvider(tmp_path, Takes()))
+        paced(attempts, size=1, interval_s=10.0)
+        reply = await attempts.submit(request_of(), "", {"bash": agent_that_takes(1.0)})
+        assert attempts.gate.waves.starting == attempts.gate.waves.live == 0
+        return reply
+
+    reply = run_virtual(go())
+    assert reply.outcome == "passed"
+    # begun at 0, ready at 1, the agent until 2, its stop until 2.1; the next wave at 10
+    assert reply.phases.queue == pytest.approx(7.9) and reply.phases.agent == pytest.approx(1.0)
+    assert reply.phases.verify == pytest.approx(0.1 + 1.0 + 0.1)
+
+
+def test_a_verifiers_sandbox_goes_before_new_attempts(tmp_path: Path) -> None:
+    async def go() -> None:
+        provider = SlowProvider(tmp_path, Takes())
+        attempts = attempts_of(provider)
+        paced(attempts, size=1, interval_s=5.0)
+        agents = {"bash": agent_that_takes(1.0)}
+        await asyncio.gather(*(attempts.submit(request_of(f"a{n}"), "", agents) for n in range(3)))
+        assert [spec.with_logs for spec in provider.made] == [False, True] * 3
+
+    run_virtual(go())
+
+
+def test_a_verifier_whose_turn_does_not_come_is_not_given_up(tmp_path: Path) -> None:
+    """No wave comes in time: its sandbox starts when only what is kept for it is left, and the reply comes in time."""
+
+    async def go() -> tuple[RunReply, float]:
+        loop = asyncio.get_running_loop()
+        takes = Takes(*(most - 0.01 for most in (SETUP_S, math.inf, STOP_S, START_S, VERIFIER_S, LAST_STOP_S)))
+        attempts = attempts_of(SlowProvider(tmp_path, takes))
+        paced(attempts, size=1, interval_s=1e9)
+        started = loop.time()
+        reply = await attempts.submit(request_of(), "", {"bash": agent_that_takes(math.inf)})
+        return reply, loop.time() - started
+
+    reply, seconds = run_virtual(go())
+    assert (reply.outcome, reply.reward) == ("passed", 1.0)
+    assert reply.phases.queue > 0.5 * QUEUE_S, "the queue's time was left"
+    assert DEADLINE_S - 10.0 < seconds <= DEADLINE_S
+
+
+class FullForVerifiers(SlowProvider):
+    async def create(self, spec: SandboxSpec) -> SlowSandbox:
+        if spec.with_logs:
+            raise SandboxStartError("quota", refused=True)
+        return await super().create(spec)
+
+
+def test_a_refused_verifiers_sandbox_narrows_the_window(tmp_path: Path) -> None:
+    async def go() -> None:
+        attempts = attempts_of(FullForVerifiers(tmp_path, Takes()), 8)
+        reply = await attempts.submit(request_of(), "", {"bash": agent_that_takes(1.0)})
+        assert reply.outcome == "sandbox_start" and attempts.gate.waves.window == 4.0
+
+    run_virtual(go())
+
+
+@pytest.mark.parametrize("after_s", [4.0, 11.05])
+def test_one_flushed_while_its_verifier_waits_or_starts_leaves_nothing(tmp_path: Path, after_s: float) -> None:
+    async def go() -> None:
+        attempts = attempts_of(SlowProvider(tmp_path, Takes(start=3.0)))
+        paced(attempts, size=1, interval_s=10.0)
+        asked = asyncio.ensure_future(attempts.submit(request_of(), "", {"bash": agent_that_takes(1.0)}))
+        await asyncio.sleep(after_s)
+        assert attempts.flush(FlushRequest(attempt_ids=["a"])) == 1
+        assert (await asked).outcome == "aborted"
+        waves = attempts.gate.waves
+        assert (waves.live, waves.starting, waves.free(1e9)) == (0, 0, 1)
+        assert attempts.gate.again_at(-1e9) is None
+
+    run_virtual(go())
+
+
+def test_a_start_that_was_cut_off_holds_its_place_and_keeps_no_other_from_starting(tmp_path: Path) -> None:
+    async def go() -> None:
+        attempts = attempts_of(Unproven(tmp_path, Takes()))
+        asked = asyncio.ensure_future(attempts.submit(request_of(), "", {"bash": agent_that_takes(1.0)}))
+        await asyncio.sleep(18.0)
+        assert attempts.gate.waves.starting == 1
+        attempts.flush(FlushRequest(attempt_ids=["a"]))
+        assert not (await asked).cleanup.confirmed
+        assert (attempts.gate.waves.live, attempts.gate.waves.starting) == (1, 0)
 
     run_virtual(go())

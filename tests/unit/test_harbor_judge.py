@@ -12,6 +12,7 @@ from email.utils import formatdate
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -429,8 +430,8 @@ def test_a_judged_task_without_a_judge_is_no_reward(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     (tmp_path / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
     asked = VerifyOrder(
-        load_task(tmp_path), Workspace(tmp_path), "r", "a", "n", {}, SandboxLimits(), 1.0, 1.0,
-        lambda: 1.0, lambda _: nullcontext(), b"k",
+        load_task(tmp_path), Workspace(tmp_path), "r", "a", "n", {}, SandboxLimits(), 1.0,
+        AsyncMock(), lambda *_: None, lambda: 1.0, lambda: 1.0, lambda _: nullcontext(), b"k",
     )  # fmt: skip
     found = asyncio.run(verify(cast(SandboxProvider, None), asked, []))
     assert (found.verdict, found.problem) == (None, Outcome.JUDGE_ERROR)

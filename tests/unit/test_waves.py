@@ -117,3 +117,21 @@ def test_a_start_that_failed_late_is_late() -> None:
     waves = Waves(pace(size=4))
     waves.settle(begin(waves, 4, 0.0)[0], 3.0, ok=False)
     assert waves.window == pytest.approx(3.2), "a start that ran out of time tells of a crowd"
+
+
+def test_one_that_runs_and_starts_another_sandbox_counts_as_a_start_and_as_nothing_else() -> None:
+    waves = Waves(pace(size=2, max_concurrent=2, per_group=2))
+    first, second = begin(waves, 2, 0.0)
+    with pytest.raises(ValueError, match="starts already"):
+        waves.begin_again(first, 0.1)
+    waves.settle(first, 0.1, ok=True)
+    waves.settle(second, 0.1, ok=True)
+    assert (waves.paced(1.0), waves.free(1.0)) == (2, 0)
+    waves.begin_again(first, 1.0)
+    assert (waves.paced(1.0), waves.starting, waves.live, waves.begun) == (1, 1, 2, 2)
+    waves.window = 4.0
+    waves.settle(first, 1.5, ok=False, refused=True)
+    assert waves.window == 2.0
+    waves.end(first)
+    with pytest.raises(ValueError, match="does not live"):
+        waves.begin_again(first, 2.0)
