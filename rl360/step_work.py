@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from rl360.agents.budgets import quarantined
 from rl360.agents.records import put_table, read_table, refuse_unplanned, refuse_unsigned
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, ServiceError
@@ -27,7 +28,7 @@ from rl360.store.layout import step_key
 from rl360.store.manifest import Manifest, ObjectRef, get_object, put_object, read_manifest
 from rl360.store.object_store import ObjectStore
 from rl360.store.progress import weight_version
-from rl360.tasksets.plan import PLAN_SCHEMA, StepPlan, plan_step
+from rl360.tasksets.plan import StepPlan, plan_step
 from rl360.tasksets.taskset import load_taskset
 
 PHASES = ("sample_groups", "roll_out", "collect", "filter_groups", "train", "push_weights", "checkpoint")
@@ -67,7 +68,7 @@ def read_records(store: ObjectStore, run: str, step: int) -> list[AttemptRecord]
 
 
 def sample_groups(store: ObjectStore, config: RunConfig, step: int) -> Produced:
-    """Draw the step's tasks and plan its attempts and waves: `groups.msgpack`."""
+    """Draw the step's tasks, none that is in quarantine, and plan its attempts and waves: `groups.msgpack`."""
     taskset = load_taskset(config.taskset.path)
     first = read_manifest(store, config.run, 0, "sample_groups")
     if first is not None and first.info["taskset_digest"] != taskset.digest:
@@ -79,12 +80,11 @@ def sample_groups(store: ObjectStore, config: RunConfig, step: int) -> Produced:
     if config.taskset.difficulty == "history" and step > 0:
         last = load_plan(store, config.run, step - 1), read_records(store, config.run, step - 1)
     key = step_key(config.run, step, "groups.msgpack")
-    try:  # of a past run of this task: it is planned again as it was then
+    try:  # of a past run of this task: it is planned again as it was then, whoever was released since
         held = StepPlan.from_wire(unpack(store.get(key), key), key)
-        schema = held.schema
     except KeyError:
-        schema = PLAN_SCHEMA
-    plan = plan_step(taskset, config, step, last, schema=schema)
+        held = StepPlan({}, [], quarantined=sorted(quarantined(store, config.run)))
+    plan = plan_step(taskset, config, step, last, quarantined=held.quarantined, schema=held.schema)
     ref = put_object(store, key, pack(plan.to_wire()))
     counts = {"groups": len(plan.groups), "attempts": plan.attempts, "waves": len(plan.waves)}
     counts["wave_size"] = max(len(wave) for wave in plan.waves)

@@ -1,4 +1,5 @@
-"""Draw the step's tasks and plan its attempts and waves. Pure in (seed, step, task set): a resume draws the same."""
+"""Draw the step's tasks and plan its attempts and waves. Pure in (seed, step, task set, quarantine), and the plan holds
+what was in quarantine: a resume and a replay draw the same."""
 
 from __future__ import annotations
 

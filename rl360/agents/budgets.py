@@ -2,9 +2,9 @@
 of lost attempts in all.
 
 A task whose sandboxes never start while those of other tasks do is quarantined: an object in the run's store says so,
-and its attempts end as `sandbox_start` without a try, in this step and later ones, until somebody releases it. The
-plan stays as it was drawn. A step that loses too many attempts for good is stopped (`InfraLosses`): what it would train
-on says more of the infrastructure than of the policy.
+its attempts end as `sandbox_start` without a try, and later steps do not draw it, until somebody releases it. The plan
+of the step that runs stays as it was drawn. A step that loses too many attempts for good is stopped (`InfraLosses`):
+what it would train on says more of the infrastructure than of the policy.
 """
 
 from __future__ import annotations

@@ -18,17 +18,19 @@ from rl360.tasksets.mix import History, learned
 from rl360.tasksets.taskset import TaskSet, draw
 
 PLAN_SCHEMA = 2
-READS = (1, 2)  # 1 knew no images: its attempts are placed by their tasks
+READS = (1, 2)  # 1 knew no images, its attempts are placed by their tasks, and drew quarantined tasks too
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """groups: group id -> task id, in draw order; waves: the attempts of each wave; history: what the run knew of its
-    tasks when it drew by difficulty, else empty; schema: what it was planned under."""
+    tasks when it drew by difficulty, else empty; quarantined: tasks that it did not draw; schema: what it was planned
+    under."""
 
     groups: dict[str, str]
     waves: list[list[AttemptSpec]]
     history: History = field(default_factory=dict)
+    quarantined: list[str] = field(default_factory=list)
     schema: int = PLAN_SCHEMA
 
     @property
@@ -41,6 +43,7 @@ class StepPlan:
             "groups": self.groups,
             "waves": [[_wire_of(spec) for spec in wave] for wave in self.waves],
             **({"history": self.history} if self.history else {}),
+            **({"quarantined": self.quarantined} if self.quarantined else {}),
         }
 
     @classmethod
@@ -49,7 +52,8 @@ class StepPlan:
             raise CorruptObject(key, f"is not a step plan of schema {' or '.join(map(str, READS))}")
         try:
             waves = [[AttemptSpec(**spec) for spec in wave] for wave in wire["waves"]]
-            return cls(dict(wire["groups"]), waves, dict(wire.get("history", {})), wire["schema_version"])
+            banned = [str(name) for name in wire.get("quarantined", [])]
+            return cls(dict(wire["groups"]), waves, dict(wire.get("history", {})), banned, wire["schema_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptObject(key, f"step plan lacks or misspells a field ({error})") from None
 
@@ -64,16 +68,18 @@ def plan_step(
     step: int,
     last: tuple[StepPlan, Sequence[AttemptRecord]] | None = None,
     *,
+    quarantined: Sequence[str] = (),
     schema: int = PLAN_SCHEMA,
 ) -> StepPlan:
     """Draw `groups_per_step` tasks and lay out their attempts in waves of at most `wave_size`, groups kept whole.
-    `last`: plan and records of the step before, where the run draws by difficulty. `schema`: an earlier one plans as
-    rl360 did then."""
+    `last`: plan and records of the step before, where the run draws by difficulty. `quarantined`: tasks that others are
+    drawn for. `schema`: an earlier one plans as rl360 did then."""
     history = None if last is None else learned(last[0].history, last[1])
     groups: dict[str, str] = {}
     specs: list[AttemptSpec] = []
     asked = config.taskset
-    drawn = draw(taskset, config.seed, step + config.steps_before, asked.groups_per_step, asked.weights, history)
+    number = step + config.steps_before
+    drawn = draw(taskset, config.seed, number, asked.groups_per_step, asked.weights, history, quarantined)
     for index, task_id in enumerate(drawn):
         group_id = f"s{step:06}-g{index:03}"
         groups[group_id] = task_id
@@ -86,4 +92,4 @@ def plan_step(
     size, whole = config.rollout.wave_size, config.taskset.attempts_per_group
     size -= size % whole if size >= whole else 0
     waves = [specs[start : start + size] for start in range(0, len(specs), size)]
-    return StepPlan(groups, waves, history or {}, schema)
+    return StepPlan(groups, waves, history or {}, list(quarantined), schema)

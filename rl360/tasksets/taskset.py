@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +26,8 @@ MAX_TASKS = 1_000_000
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """One task of a set: where it lies, which domain its reward counts for, whether an LLM gives it, and the image group
-    of its sandboxes where it is not alone in that."""
+    """One task of a set: where it lies, which domain its reward counts for, whether an LLM gives it, its image group
+    where it is not alone in one."""
 
     task_id: str
     path: Path
@@ -114,10 +114,12 @@ def draw(
     n: int,
     weights: Mapping[str, float] | None = None,
     history: Mapping[str, Sequence[float]] | None = None,
+    without: Collection[str] = (),
 ) -> list[str]:
     """Task ids of the `n` groups of `step`: positions step*n .. step*n+n-1 of an endless sequence of shuffled passes
     over the set, or with `weights` over each domain, which then comes by its weight. With `history` (passed, tried) a
-    position keeps its domain and takes a task of it whose attempts disagree.
+    position keeps its domain and takes a task of it whose attempts disagree. A place whose task is in `without` takes
+    another of its domain, and all others keep theirs.
     """
     if step < 0 or n < 1:
         raise BadInput(f"cannot draw {n} tasks for step {step}: the step is at least 0 and the number at least 1")
@@ -130,13 +132,38 @@ def draw(
         places = domains_at(weights, step * n, n)
     if history is None:
         orders = ((pools[domain], domain, place) for domain, place in places)
-        return [
+        drawn = [
             ids[_epoch_order(len(ids), seed, place // len(ids), domain)[place % len(ids)]]
             for ids, domain, place in orders
         ]
+        return _instead(taskset, drawn, without, f"instead:{seed}:{step}", weights) if without else drawn
     counts = Counter(domain for domain, _ in places)
+    tried = {domain: [name for name in ids if name not in without] or ids for domain, ids in pools.items()}
     chosen = {
-        domain: iter(undecided(pools[domain], history, count, f"difficulty:{seed}:{step}:{domain}"))
+        domain: iter(undecided(tried[domain], history, count, f"difficulty:{seed}:{step}:{domain}"))
         for domain, count in counts.items()
     }
-    return [next(chosen[domain]) for domain, _ in places]
+    drawn = [next(chosen[domain]) for domain, _ in places]
+    return _instead(taskset, drawn, without, f"instead:{seed}:{step}", weights) if without else drawn
+
+
+def _instead(
+    taskset: TaskSet, drawn: Sequence[str], without: Collection[str], key: str, weights: Mapping[str, float] | None
+) -> list[str]:
+    """`drawn` with others for those in `without`: of the same domain, of any that is drawn from where it has none left;
+    those that came least often in the step, and among them by chance."""
+    domains = {domain: ids for domain, ids in taskset.by_domain.items() if not weights or weights[domain]}
+    left = {domain: [name for name in ids if name not in without] for domain, ids in domains.items()}
+    anywhere = [name for ids in left.values() for name in ids]
+    if not anywhere:
+        raise BadInput(f"all tasks of {taskset.spec} are in quarantine: `rl360 tasks release` lets a run try one again")
+    rng, seen = random.Random(key), Counter(drawn)
+    found = []
+    for name in drawn:
+        if name in without:
+            pool = left[taskset[name].domain] or anywhere
+            least = min(seen[other] for other in pool)
+            name = rng.choice([other for other in pool if seen[other] == least])
+            seen[name] += 1
+        found.append(name)
+    return found

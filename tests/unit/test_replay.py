@@ -26,9 +26,11 @@ from rl360.replay import train as replay_train
 from rl360.replay.compare import Compared, compared
 from rl360.replay.steps import WORK, manifest_of, replay_task
 from rl360.store.codec import pack, sha256_hex, unpack
-from rl360.store.layout import manifest_key, run_config_key, step_key, wave_key
+from rl360.store.layout import manifest_key, quarantine_key, run_config_key, step_key, wave_key
 from rl360.store.manifest import Manifest, commit_manifest, put_object
 from rl360.store.object_store import ObjectStore
+from rl360.tasksets.plan import StepPlan, plan_step
+from rl360.tasksets.taskset import load_taskset
 from tests.unit.ledger_data import PUSH
 from tests.unit.memory_store import MemoryStore
 from tests.unit.objective_data import attempt
@@ -133,6 +135,26 @@ def test_a_plan_of_an_earlier_schema_is_drawn_as_it_was(store: MemoryStore) -> N
     manifest = orjson.loads(store.objects[manifest_key("demo", 0, "sample_groups")])
     assert manifest["objects"][0]["size_bytes"] == len(store.objects[manifest["objects"][0]["key"]])
     assert [row.line() for row in replayed(store, "sample_groups") if not row.equal] == []
+
+
+def test_a_quarantined_task_is_not_drawn_and_the_plan_says_what_was_known() -> None:
+    """A release, or another quarantine, changes neither a plan that is stored nor what a replay of it draws."""
+    store = MemoryStore()
+    s3 = cast(ObjectStore, store)
+    drawn = list(plan_step(load_taskset(CONFIG.taskset.path), CONFIG, 0).groups.values())
+    store.put(quarantine_key("demo", drawn[1]), orjson.dumps({"task": drawn[1], "step": 0}))
+    produced = step_work.sample_groups(s3, CONFIG, 0)
+    plan = StepPlan.from_wire(unpack(store.objects[produced.objects[0].key], "k"), "k")
+    assert plan.quarantined == [drawn[1]] and drawn[1] not in plan.groups.values()
+    assert [task for task in plan.groups.values() if task in drawn] == [drawn[0], drawn[2]]
+    store.delete(quarantine_key("demo", drawn[1]))
+    store.put(quarantine_key("demo", drawn[0]), orjson.dumps({"task": drawn[0], "step": 0}))
+    assert step_work.sample_groups(s3, CONFIG, 0) == produced, "killed before its manifest, and tried again"
+    commit(store, "sample_groups", produced)
+    assert [row.line() for row in replayed(store, "sample_groups") if not row.equal] == []
+    later = step_work.sample_groups(s3, CONFIG, 1)
+    held = StepPlan.from_wire(unpack(store.objects[later.objects[0].key], "k"), "k")
+    assert held.quarantined == [drawn[0]] and drawn[0] not in held.groups.values()
 
 
 def test_a_plan_of_another_wave_size_is_drawn_as_it_was(store: MemoryStore) -> None:

@@ -169,3 +169,46 @@ def test_a_resumed_run_draws_by_difficulty_what_it_would_have_drawn(monkeypatch:
     drawn = step_work.load_plan(cast(Any, store), "demo", 0).groups
     assert plan.history.keys() == set(drawn.values())
     assert sum(count for _, count in plan.history.values()) == 15  # of 16 attempts one stayed lost
+
+
+# -- tasks in quarantine ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_another_of_its_domain_is_drawn_for_a_task_in_quarantine(data: st.DataObject) -> None:
+    taskset = mixed(**data.draw(st.dictionaries(st.sampled_from("abc"), st.integers(1, 6), min_size=1)))
+    domains = list(taskset.by_domain)
+    asked: list[Any] = [data.draw(st.integers(0, 5)), data.draw(st.integers(0, 9)), data.draw(st.integers(1, 20))]
+    asked.append(data.draw(st.none() | st.just({name: 1.0 + index for index, name in enumerate(domains)})))
+    asked.append(data.draw(st.sampled_from([None, {}, {taskset.task_ids[0]: [1.0, 2.0]}])))
+    banned = data.draw(st.sets(st.sampled_from(taskset.task_ids)))
+    plain = draw(taskset, *asked)
+    if len(banned) == len(taskset):
+        with pytest.raises(BadInput, match="all tasks of mixed are in quarantine: `rl360 tasks release`"):
+            draw(taskset, *asked, banned)
+        return
+    drawn = draw(taskset, *asked, banned)
+    assert drawn == draw(taskset, *asked, sorted(banned)) and not banned & set(drawn)
+    left = {name for name in domains if not set(taskset.by_domain[name]) <= banned}
+    for here, was in zip(drawn, plain, strict=True):
+        if asked[3] is not None or asked[4] is None:  # difficulty alone has no shares
+            assert here[0] == was[0] or was[0] not in left, "its domain keeps its share while it has a task left"
+        assert here == was or was in banned or asked[4] is not None, "all others keep their places"
+
+
+def test_who_is_drawn_for_others_comes_no_more_often_than_it_must() -> None:
+    taskset = mixed(a=12, b=1)
+    for step in range(20):
+        banned = draw(taskset, 0, step, 13)[:6]
+        drawn = Counter(draw(taskset, 0, step, 13, None, None, banned))
+        most = 2 if "b00" not in banned else 3
+        assert max(drawn.values()) <= most and len(drawn) == 13 - len(banned)
+
+
+def test_tasks_of_a_domain_without_weight_are_never_drawn_for_others() -> None:
+    taskset = mixed(a=2, b=2)
+    for step in range(9):
+        assert draw(taskset, 0, step, 4, {"a": 1, "b": 0}, None, ["a00"]) == ["a01"] * 4
+        with pytest.raises(BadInput, match="in quarantine"):
+            draw(taskset, 0, step, 4, {"a": 1, "b": 0}, None, ["a00", "a01"])

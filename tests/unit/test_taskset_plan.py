@@ -118,6 +118,7 @@ def test_a_plan_of_before_there_were_images_is_read_and_planned_again_as_it_was(
         {"waves": [7]},
         {"waves": [[{"slot_id": "a"}]]},
         {"waves": [[{"surprise": 1}]]},
+        {"quarantined": 7},
     ],
 )
 def test_a_damaged_plan_names_its_object(change: dict[str, Any]) -> None:
