@@ -117,7 +117,8 @@ class Attempts:
 
     @property
     def running(self) -> int:
-        return len(self._open) - self.waiting
+        """That have a turn: neither those whose reply is still to be stored nor what is held without anyone running."""
+        return self.gate.waves.live - self.held
 
     async def submit(self, request: RunRequest, owner: str, agents: Mapping[str, Agent]) -> RunReply:
         """The reply of this attempt, whoever started it."""

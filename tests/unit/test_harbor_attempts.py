@@ -43,11 +43,11 @@ def test_an_attempt_flushed_before_it_began_frees_its_place(tmp_path: Path) -> N
             gate = gate_of(parse_args(["--max-concurrent", "1"]), host_room(tmp_path))
             attempts = Attempts(Runner(cast(SandboxProvider, NeverStarts()), http, "t" * 16), gate, 1)
             asked = asyncio.create_task(attempts.submit(request, "", {"bash": bash_agent.run}))
-            while not attempts.running:  # noqa: ASYNC110  the moment between made and begun is what is tested
+            while not attempts._open:  # noqa: ASYNC110  the moment between made and begun is what is tested
                 await asyncio.sleep(0)
             assert attempts.flush(FlushRequest(run="r")) == 1
             ended = (await asyncio.gather(asked, return_exceptions=True))[0]
-            return ended, attempts.running
+            return ended, len(attempts._open)
 
     ended, running = asyncio.run(go())
     assert (ended.outcome, ended.exit_status) == ("aborted", "Aborted")

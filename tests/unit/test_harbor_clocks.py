@@ -442,3 +442,30 @@ def test_a_start_that_was_cut_off_holds_its_place_and_keeps_no_other_from_starti
         assert (attempts.gate.waves.live, attempts.gate.waves.starting) == (1, 0)
 
     run_virtual(go())
+
+
+class SlowReplies:
+    """A store that takes its time."""
+
+    async def claim(self, _: RunRequest) -> None:
+        await asyncio.sleep(2.0)
+
+    async def keep(self, _: RunRequest, reply: RunReply) -> RunReply:
+        await asyncio.sleep(2.0)
+        return reply
+
+
+def test_what_is_claimed_or_stored_does_not_run(tmp_path: Path) -> None:
+    async def go() -> list[int]:
+        attempts = attempts_of(SlowProvider(tmp_path, Takes()), 1)
+        attempts.replies = cast(Any, SlowReplies())
+        agents = {"bash": agent_that_takes(1.0)}
+        asked = [asyncio.ensure_future(attempts.submit(request_of(f"a{n}"), "", agents)) for n in range(3)]
+        seen = []
+        while not all(job.done() for job in asked):
+            seen.append(attempts.running)
+            await asyncio.sleep(0.1)
+        return seen
+
+    seen = run_virtual(go())
+    assert set(seen) == {0, 1} and seen[0] == 0, "one place, and at first nothing but claims"

@@ -52,7 +52,7 @@ def test_a_reply_is_stored_before_it_is_answered(store: MemoryStore, ran: Counte
         assert await heard(server, request_of("a")) == "StoreUnavailable"
         assert await heard(server, request_of("b")) == "StoreUnavailable"
         assert ran == {"a": 1}, "nothing is begun that could not be claimed"
-        assert server.attempts.outcomes == {} and server.attempts.running == 0
+        assert server.attempts.outcomes == {} and server.attempts._open == {}
         store.down = False
         said = await asyncio.gather(*(heard(server, request_of("a")) for _ in range(3)))
         assert said == [said[0]] * 3 and cast(RunReply, said[0]).detail == "ran to its end"
@@ -93,7 +93,7 @@ def test_an_attempt_flushed_while_it_is_claimed_is_aborted(store: MemoryStore, r
         await asyncio.sleep(1.0)
         assert one.attempts.flush(FlushRequest(attempt_ids=["a"])) == 1
         said = [cast(RunReply, reply) for reply in await asyncio.gather(*asked, runs)]
-        assert said == [said[0]] * 3 and said[0].outcome == "aborted" and one.attempts.running == 0
+        assert said == [said[0]] * 3 and said[0].outcome == "aborted" and one.attempts._open == {}
         assert one.attempts.outcomes == {"aborted": 1}
 
     run_virtual(go())
