@@ -18,8 +18,7 @@ from rl360.config.run import RunConfig
 from rl360.errors import BadInput, ServiceError
 from rl360.ledger.checks import version_number
 from rl360.ledger.metrics import step_json
-from rl360.ledger.read import write_ledger
-from rl360.ledger.step import StepLedger, build_step_ledger
+from rl360.ledger.step import StepLedger, build_step_ledger, write_ledger
 from rl360.objective.filters import Decision
 from rl360.objective.filters import filter_groups as decide
 from rl360.sessions.sample import AttemptRecord

@@ -99,7 +99,7 @@ class _Books:
         self.checked: dict[int, list[Check]] = {}
 
     def __iter__(self) -> Iterator[StepLedger]:
-        from rl360.ledger.checks import audit_run
+        from rl360.ledger.read import audit_run
 
         for book, checks in audit_run(self._ledgers):
             self.checked[book.step] = checks

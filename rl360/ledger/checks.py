@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,30 +64,6 @@ def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset
     return list(_checks(ledger, trained_before))
 
 
-def audit_run(ledgers: Iterable[StepLedger]) -> Iterator[tuple[StepLedger, list[Check]]]:
-    """Each ledger of a run, in step order, with all its checks and those across steps: nothing trained twice, each step
-    trained the version that the one before it left, and one that took no optimizer step left its weights to the bit.
-
-    Lazy: a long run's ledgers are gigabytes, so callers keep what they need of one before they take the next.
-    """
-    trained: set[str] = set()
-    left = None
-    for ledger in ledgers:
-        checks = check_ledger(ledger, trained)
-        if left is not None and left[0] == ledger.step - 1:
-            if ledger.version_before is not None:
-                name = "weights as the step before left them"
-                checks.append(_equal(name, "version before", ledger.version_before, "version left", left[1]))
-            if ledger.train.status in NO_STEP:
-                moved = int(ledger.train.weights_digest != left[2])
-                checks.append(
-                    _equal("same weights where no step was taken", "digests that differ", moved, "allowed", 0)
-                )
-        yield ledger, checks
-        trained.update(ledger.trained_ids)
-        left = ledger.step, ledger.train.version_after, ledger.train.weights_digest
-
-
 def refuse_broken(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> None:
     """Raise `LedgerBroken` for the first check that does not hold."""
     for check in _checks(ledger, trained_before):
@@ -99,24 +75,24 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
     rows = ledger.attempts
     ids = Counter(row.attempt_id for row in rows)
     twice = next((attempt_id for attempt_id, count in ids.items() if count > 1), "")
-    yield _equal("one outcome per attempt", "rows", len(rows), "distinct attempts", len(ids), twice)
+    yield equal("one outcome per attempt", "rows", len(rows), "distinct attempts", len(ids), twice)
     prefix = f"s{ledger.step:06}-"
     foreign = [row.attempt_id for row in rows if not row.attempt_id.startswith(prefix)]
-    yield _equal("attempts of this step", "of another step", len(foreign), "allowed", 0, foreign[0] if foreign else "")
+    yield equal("attempts of this step", "of another step", len(foreign), "allowed", 0, foreign[0] if foreign else "")
     fault = _first(rows, lambda row: (row.reward is not None) != (row.outcome in HAS_VERDICT))
     verdicts = sum(row.outcome in HAS_VERDICT for row in rows)
     rewards = sum(row.reward is not None for row in rows)
-    yield _equal("a reward exactly where a verdict is", "rewards", rewards, "verdicts", verdicts, fault)
+    yield equal("a reward exactly where a verdict is", "rewards", rewards, "verdicts", verdicts, fault)
     timeouts = sum(row.score is not None and row.outcome is Outcome.AGENT_TIMEOUT for row in rows)
     scores = sum(row.score is not None for row in rows)
     fault = _first(rows, _oddly_scored)
     name = "a score of every reward, else of scored timeouts"
-    yield _equal(name, "scores", scores, "verdicts and scored timeouts", verdicts + timeouts, fault)
+    yield equal(name, "scores", scores, "verdicts and scored timeouts", verdicts + timeouts, fault)
 
     booked = sum(sum(row.tokens.values()) for row in rows)
     sampled = sum(row.sampled_tokens for row in rows)
     fault = _first(rows, lambda row: sum(row.tokens.values()) != row.sampled_tokens)
-    yield _equal("every sampled token in one bucket", "tokens in buckets", booked, "tokens sampled", sampled, fault)
+    yield equal("every sampled token in one bucket", "tokens in buckets", booked, "tokens sampled", sampled, fault)
     yield _engine_check(rows)
 
     trained = sum(row.tokens.get(Bucket.TRAINED, 0) for row in rows)
@@ -124,15 +100,15 @@ def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Che
         rows, lambda row: len({row.trains, row.trained_samples > 0, row.tokens.get(Bucket.TRAINED, 0) > 0}) > 1
     )
     train, samples = ledger.train, sum(row.trained_samples for row in rows)
-    yield _equal("trained samples", "booked", samples, "trainer", train.trained_samples, fault)
-    yield _equal("trained tokens", "booked", trained, "trainer", train.trained_tokens)
+    yield equal("trained samples", "booked", samples, "trainer", train.trained_samples, fault)
+    yield equal("trained tokens", "booked", trained, "trainer", train.trained_tokens)
     weights = math.fsum(row.loss_weight for row in rows)
     holds = math.isclose(weights, train.loss_weight_sum, rel_tol=WEIGHT_RTOL, abs_tol=0.0)
     yield Check("loss weights", "booked", weights, "trainer", float(train.loss_weight_sum), holds)
     yield from _step_checks(ledger, trained)
     yield from _witness_check(ledger)
     again = sorted(set(ledger.trained_ids) & set(trained_before))
-    yield _equal("trained once", "trained in an earlier step too", len(again), "allowed", 0, again[0] if again else "")
+    yield equal("trained once", "trained in an earlier step too", len(again), "allowed", 0, again[0] if again else "")
 
 
 def _step_checks(ledger: StepLedger, trained: int) -> Iterator[Check]:
@@ -147,13 +123,13 @@ def _step_checks(ledger: StepLedger, trained: int) -> Iterator[Check]:
     yield Check(name, "optimizer steps", steps, "expected", expected, steps == expected, detail)
     if ledger.version_before is None:  # of a schema that says no versions
         return
-    yield _equal("one version on", "version after", train.version_after, "expected", ledger.version_before + expected)
+    yield equal("one version on", "version after", train.version_after, "expected", ledger.version_before + expected)
     fault = _first(rows, lambda row: sum((row.trained_versions or {}).values()) != row.tokens.get(Bucket.TRAINED, 0))
     counts = [(version_number(version), n) for row in rows for version, n in (row.trained_versions or {}).items()]
     versioned = sum(n for _, n in counts)
-    yield _equal("a weight version of every trained token", "with a version", versioned, "trained", trained, fault)
+    yield equal("a weight version of every trained token", "with a version", versioned, "trained", trained, fault)
     early = sum(n for version, n in counts if version > ledger.version_before)
-    yield _equal("sampled before it trained", "trained tokens of later weights", early, "allowed", 0)
+    yield equal("sampled before it trained", "trained tokens of later weights", early, "allowed", 0)
 
 
 def samples_digest(names: Collection[tuple[str, int]]) -> str:
@@ -211,7 +187,7 @@ def _engine_check(rows: tuple[AttemptRow, ...]) -> Check:
     )
 
 
-def _equal(name: str, left_name: str, left: int, right_name: str, right: int, fault: str = "") -> Check:
+def equal(name: str, left_name: str, left: int, right_name: str, right: int, fault: str = "") -> Check:
     """Both sides equal and no single attempt at fault (faults of opposite sign could cancel in the sums)."""
     detail = f"e.g. attempt {fault}" if fault else ""
     return Check(name, left_name, left, right_name, right, left == right and not fault, detail)

@@ -1,30 +1,25 @@
-"""Ledgers in the store: write one, read a run's, list the runs. Reads refuse what does not decode (`CorruptObject`)."""
+"""Ledgers in the store: read a run's, audit and list runs. Reads refuse what does not decode (`CorruptObject`)."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl360.config.freeze import load_target
 from rl360.errors import BadInput, CorruptObject
-from rl360.ledger.step import StepLedger
-from rl360.store.codec import pack, unpack
+from rl360.ledger.checks import NO_STEP, Check, check_ledger, equal
+from rl360.ledger.step import LEDGER_NAME, StepLedger
+from rl360.store.codec import unpack
 from rl360.store.layout import RUN_PATTERN, check_run, run_config_key, step_key
-from rl360.store.manifest import ObjectRef, checked, put_object, read_manifest
+from rl360.store.manifest import checked, read_manifest
 from rl360.store.object_store import ObjectStore
 from rl360.store.progress import LAST_TASK
 
-LEDGER_NAME = "ledger.msgpack"
 FIRST_TASK = "sample_groups"
 _READERS = 8
-
-
-def write_ledger(store: ObjectStore, ledger: StepLedger) -> ObjectRef:
-    """Write the step's ledger once; a ledger that is already there wins and its reference is returned."""
-    return put_object(store, step_key(ledger.run, ledger.step, LEDGER_NAME), pack(ledger.to_wire()))
 
 
 def read_step(store: ObjectStore, run: str, step: int) -> StepLedger:
@@ -52,6 +47,28 @@ def iter_run(store: ObjectStore, run: str) -> Iterator[StepLedger]:
 def read_run(store: ObjectStore, run: str) -> list[StepLedger]:
     """All of `iter_run`, for runs that fit in memory."""
     return list(iter_run(store, run))
+
+
+def audit_run(ledgers: Iterable[StepLedger]) -> Iterator[tuple[StepLedger, list[Check]]]:
+    """Each ledger of a run, in step order, with all its checks and those across steps: nothing trained twice, each step
+    trained the version that the one before it left, and one that took no optimizer step left its weights to the bit.
+
+    Lazy: a long run's ledgers are gigabytes, so callers keep what they need of one before they take the next.
+    """
+    trained: set[str] = set()
+    left = None
+    for ledger in ledgers:
+        checks = check_ledger(ledger, trained)
+        if left is not None and left[0] == ledger.step - 1:
+            if ledger.version_before is not None:
+                name = "weights as the step before left them"
+                checks.append(equal(name, "version before", ledger.version_before, "version left", left[1]))
+            if ledger.train.status in NO_STEP:
+                moved = int(ledger.train.weights_digest != left[2])
+                checks.append(equal("same weights where no step was taken", "digests that differ", moved, "allowed", 0))
+        yield ledger, checks
+        trained.update(ledger.trained_ids)
+        left = ledger.step, ledger.train.version_after, ledger.train.weights_digest
 
 
 def ledger_steps(store: ObjectStore, run: str) -> list[int]:

@@ -15,11 +15,16 @@ from typing import TYPE_CHECKING, Any
 from rl360.errors import CorruptObject
 from rl360.ledger.checks import LedgerBroken, refuse_broken, version_number
 from rl360.ledger.outcomes import NOT_SAMPLED, Bucket, Outcome
+from rl360.store.codec import pack
+from rl360.store.layout import step_key
+from rl360.store.manifest import ObjectRef, put_object
 
 if TYPE_CHECKING:
     from rl360.objective.filters import Decision
     from rl360.sessions.sample import AttemptRecord, LeafCounts
+    from rl360.store.object_store import ObjectStore
 
+LEDGER_NAME = "ledger.msgpack"
 LEDGER_SCHEMA = 4
 # Steps of an older schema are read too, so that a run which was resumed since can be audited whole. What it did not say
 # of an attempt stays unsaid (None), by schema.
@@ -183,7 +188,7 @@ class StepLedger:
             "run": self.run,
             "step": self.step,
             "version_before": self.version_before,
-            "attempts": [_row_to_wire(row) for row in self.attempts],
+            "attempts": [dict(vars(row)) for row in self.attempts],
             "train": asdict(self.train),
             "push": None if self.push is None else asdict(self.push),
             "phases_s": dict(self.phases_s),
@@ -211,6 +216,11 @@ class StepLedger:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptObject(key, f"is not a ledger ({type(error).__name__}: {error})") from None
+
+
+def write_ledger(store: ObjectStore, ledger: StepLedger) -> ObjectRef:
+    """Write the step's ledger once; a ledger that is already there wins and its reference is returned."""
+    return put_object(store, step_key(ledger.run, ledger.step, LEDGER_NAME), pack(ledger.to_wire()))
 
 
 def build_step_ledger(
@@ -341,14 +351,6 @@ def _context_tokens(leaves: Sequence[LeafCounts]) -> dict[Bucket, int]:
         return {}
     prompt, observation = sum(leaf.prompt for leaf in leaves), sum(leaf.observation for leaf in leaves)
     return {Bucket.PROMPT: prompt, Bucket.OBSERVATION: observation}
-
-
-def _row_to_wire(row: AttemptRow) -> dict[str, Any]:
-    wire = {name: getattr(row, name) for name in AttemptRow.__dataclass_fields__}
-    wire.update(outcome=row.outcome.value, bucket=row.bucket.value, leaves=[leaf.value for leaf in row.leaves])
-    wire["tokens"] = {bucket.value: count for bucket, count in row.tokens.items()}
-    wire["context"] = {bucket.value: count for bucket, count in row.context.items()}
-    return wire
 
 
 def _row_from_wire(wire: Mapping[str, Any], unsaid: Mapping[str, None]) -> AttemptRow:

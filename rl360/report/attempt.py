@@ -20,7 +20,8 @@ from rl360.errors import BadInput
 from rl360.harbor.verdict import receipt_problem
 from rl360.ledger.metrics import group_fates, mean
 from rl360.ledger.outcomes import Bucket
-from rl360.ledger.read import LEDGER_NAME, read_step
+from rl360.ledger.read import read_step
+from rl360.ledger.step import LEDGER_NAME
 from rl360.objective.filters import Decision
 from rl360.store.codec import unpack
 from rl360.store.layout import step_key

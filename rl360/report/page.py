@@ -17,7 +17,8 @@ import jinja2
 
 from rl360.errors import BadInput
 from rl360.ledger import metrics
-from rl360.ledger.checks import Check, audit_run
+from rl360.ledger.checks import Check
+from rl360.ledger.read import audit_run
 from rl360.report.figures import ROLLING_STEPS, run_figures
 from rl360.report.numbers import DASH, fixed, percent, run_losses, short
 from rl360.report.waste import waste

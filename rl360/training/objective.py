@@ -1,4 +1,4 @@
-"""The losses as sums that micro-batches and ranks can add: supervised, and the run's policy objective."""
+"""The run's policy objective as sums that micro-batches and ranks can add."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ if TYPE_CHECKING:
     from rl360.training.megatron.policy import DeviceBatch, LossSums
 
 
-def supervised_sums(logprobs: torch.Tensor, entropy: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:
-    """Negative log-likelihood of the masked tokens."""
-    trained = batch.mask.bool()
-    zero = logprobs.new_zeros(())
-    tokens, samples = _counts(batch)
-    spread = entropy.detach()[trained].sum()
-    return [-logprobs[trained].sum(), tokens, tokens, samples, zero, zero, zero, zero, spread, zero]
-
-
-def _counts(batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def counts(batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and samples under the mask: counted where the loss is computed, so that the books compare two counts."""
     return batch.mask.bool().sum(), batch.mask.any(-1).sum()
 
@@ -58,7 +49,7 @@ def policy_sums(config: ObjectiveConfig, version: int = 0) -> LossSums:
         return [
             parts.loss_sum + term if config.kl_in == "loss" else parts.loss_sum,
             parts.weight_sum,
-            *_counts(batch),
+            *counts(batch),
             parts.clipped_sum,
             parts.importance_sum,
             parts.masked_sum,

@@ -11,9 +11,23 @@ from rl360.errors import BadInput, Rl360Error
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
+
+    from rl360.training.megatron.policy import DeviceBatch
 
 MAX_TOKENS = 4096
 Progress = Callable[[int, float], None]  # (steps done, loss of the last one)
+
+
+def _supervised_sums(logprobs: torch.Tensor, entropy: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:
+    """Negative log-likelihood of the masked tokens, in the places of the metrics of a step."""
+    from rl360.training.objective import counts
+
+    trained = batch.mask.bool()
+    zero = logprobs.new_zeros(())
+    tokens, samples = counts(batch)
+    spread = entropy.detach()[trained].sum()
+    return [-logprobs[trained].sum(), tokens, tokens, samples, zero, zero, zero, zero, spread, zero]
 
 
 def _draws(count: int, batch_size: int, steps: int, seed: int) -> Iterator[list[int]]:
@@ -53,7 +67,6 @@ def train_sft(
     from rl360.training.megatron.hf_map import digest_of
     from rl360.training.megatron.model import Layout
     from rl360.training.megatron.policy import Optim, Policy
-    from rl360.training.objective import supervised_sums
     from rl360.training.packing import TrainSequence
 
     if not examples or steps < 1 or batch_size < 1:
@@ -73,7 +86,7 @@ def train_sft(
             weight = int(sum(int(s.loss_mask.sum()) for s in batch))
             if weight == 0:
                 raise BadInput(f"batch {step} has no token to train on: every mask in it is 0")
-            result = policy.step(policy.micro_batches(batch, budget), supervised_sums, weight)
+            result = policy.step(policy.micro_batches(batch, budget), _supervised_sums, weight)
             if not result.applied:
                 raise Rl360Error(f"loss is not finite at supervised step {step}: lower lr {lr}")
             losses.append(result.sums["loss"] / weight)

@@ -18,7 +18,8 @@ import pytest
 
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
-from rl360.ledger.read import list_runs, read_run, read_step, write_ledger
+from rl360.ledger.read import list_runs, read_run, read_step
+from rl360.ledger.step import write_ledger
 from rl360.report.page import render_run
 from rl360.store.layout import run_config_key, step_key
 from rl360.store.manifest import Manifest, commit_manifest

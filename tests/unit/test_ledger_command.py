@@ -11,10 +11,10 @@ from rich.console import Console
 
 from rl360.commands.ledger_tables import ledger_tables, print_checks
 from rl360.errors import CorruptObject
-from rl360.ledger.checks import Check, audit_run
+from rl360.ledger.checks import Check
 from rl360.ledger.metrics import step_json
-from rl360.ledger.read import read_step, write_ledger
-from rl360.ledger.step import StepLedger
+from rl360.ledger.read import audit_run, read_step
+from rl360.ledger.step import StepLedger, write_ledger
 from rl360.report.numbers import DASH
 from rl360.store.manifest import Manifest, commit_manifest
 from tests.unit.ledger_data import made_up_run

@@ -11,9 +11,10 @@ import orjson
 import pytest
 
 from rl360 import step_work
-from rl360.ledger.checks import TRAIN_FIGURES, LedgerBroken, audit_run, refuse_broken
+from rl360.ledger.checks import TRAIN_FIGURES, LedgerBroken, refuse_broken
 from rl360.ledger.metrics import step_json
-from rl360.ledger.read import read_run, read_step, write_ledger
+from rl360.ledger.read import audit_run, read_run, read_step
+from rl360.ledger.step import write_ledger
 from rl360.store.codec import pack, sha256_hex, unpack
 from rl360.store.layout import manifest_key, step_key
 from rl360.store.manifest import read_manifest

@@ -18,9 +18,9 @@ from rl360.commands.ledger_page import page
 from rl360.commands.ledger_tables import ledger_tables
 from rl360.errors import CorruptObject
 from rl360.harbor.verdict import run_key
-from rl360.ledger.checks import audit_run, check_ledger
+from rl360.ledger.checks import check_ledger
 from rl360.ledger.metrics import step_json
-from rl360.ledger.read import list_runs, read_run, read_step
+from rl360.ledger.read import audit_run, list_runs, read_run, read_step
 from rl360.ledger.step import LEDGER_SCHEMA, StepLedger
 from rl360.report.attempt import Told, attempt_life
 from rl360.report.export import COLUMNS, table_rows
