@@ -104,32 +104,18 @@ class Decision:
         return tuple(index for index, bucket in enumerate(self.leaves) if bucket is Bucket.TRAINED)
 
     def to_wire(self) -> dict[str, Any]:
-        return {
-            "attempt_id": self.attempt_id,
-            "group_id": self.group_id,
-            "outcome": self.outcome.value,
-            "bucket": self.bucket.value,
-            "reward": self.reward,
-            "score": self.score,
-            "advantage": self.advantage,
-            "leaves": [bucket.value for bucket in self.leaves],
-            "tokens": {bucket.value: count for bucket, count in self.tokens.items()},
-            "token_weight": self.token_weight,
-        }
+        """A msgpack-ready dict: outcome and buckets are text."""
+        return dict(vars(self))
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Decision:
-        return cls(
-            attempt_id=wire["attempt_id"],
-            group_id=wire["group_id"],
-            outcome=Outcome(wire["outcome"]),
-            bucket=Bucket(wire["bucket"]),
-            reward=wire["reward"],
-            score=wire["score"],
-            advantage=wire["advantage"],
-            leaves=tuple(Bucket(name) for name in wire["leaves"]),
-            tokens={Bucket(name): int(count) for name, count in wire["tokens"].items()},
-            token_weight=wire["token_weight"],
+        found = cls(**wire)
+        return replace(
+            found,
+            outcome=Outcome(found.outcome),
+            bucket=Bucket(found.bucket),
+            leaves=tuple(map(Bucket, found.leaves)),
+            tokens={Bucket(name): count for name, count in found.tokens.items()},
         )
 
 

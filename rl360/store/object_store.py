@@ -69,7 +69,7 @@ class ObjectStore:
         try:
             yield
         except botocore.exceptions.ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", "?"))
+            code = _code(error)
             if code in _MISSING:
                 raise KeyError(key) from None
             raise StoreUnavailable(
@@ -101,15 +101,12 @@ class ObjectStore:
 
     def put_once(self, key: str, data: bytes) -> bool:
         """Write unless it exists. True when this call wrote it, False when an object is already there."""
-        try:
-            self._s3.put_object(Bucket=self.bucket, Key=key, Body=data, IfNoneMatch="*")
-        except botocore.exceptions.ClientError as error:
-            if str(error.response.get("Error", {}).get("Code", "?")) in _EXISTS:
-                return False
-            with self._errors("write", key):
-                raise
-        except botocore.exceptions.BotoCoreError:
-            with self._errors("write", key):
+        with self._errors("write", key):
+            try:
+                self._s3.put_object(Bucket=self.bucket, Key=key, Body=data, IfNoneMatch="*")
+            except botocore.exceptions.ClientError as error:
+                if _code(error) in _EXISTS:
+                    return False
                 raise
         return True
 
@@ -124,22 +121,22 @@ class ObjectStore:
 
     def list(self, prefix: str) -> builtins.list[str]:
         """All keys under the prefix, sorted."""
-        keys: builtins.list[str] = []
-        with self._errors("list", prefix):
-            for page in self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
-                keys.extend(entry["Key"] for entry in page.get("Contents", []))
-        return sorted(keys)
+        return sorted(entry["Key"] for page in self._pages(prefix) for entry in page.get("Contents", []))
 
     def list_folders(self, prefix: str) -> builtins.list[str]:
         """The names directly under the prefix that have objects below them, sorted, without slashes."""
-        names: builtins.list[str] = []
+        found = [each for page in self._pages(prefix, Delimiter="/") for each in page.get("CommonPrefixes", [])]
+        return sorted(each["Prefix"][len(prefix) :].rstrip("/") for each in found)
+
+    def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
         with self._errors("list", prefix):
-            pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/")
-            for page in pages:
-                names.extend(entry["Prefix"][len(prefix) :].rstrip("/") for entry in page.get("CommonPrefixes", []))
-        return sorted(names)
+            yield from self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix, **more)
 
     def delete(self, key: str) -> None:
         """Remove the object; fine when there is none."""
         with self._errors("delete", key):
             self._s3.delete_object(Bucket=self.bucket, Key=key)
+
+
+def _code(error: botocore.exceptions.ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", "?"))
