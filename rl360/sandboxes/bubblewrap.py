@@ -199,11 +199,12 @@ def _reap_one(path: Path) -> str:
         pids, left = _end(path, groups)
     except OSError as error:
         return f"{path.name}: NOT confirmed gone: {error}"
+    what = " ".join([path.name, *(f"{name} {value}" for name, value in labels.items())])
     if pids or left:
-        return f"{path.name} {labels}: NOT confirmed gone: pids {pids}, cgroups {left}"
-    if odd:
-        return f"{path.name} {labels}: processes gone, {', '.join(odd)}: look, then delete {path}"
-    return f"{path.name} {labels}: {remove_tree(path) or 'gone'}"
+        return f"{what}: NOT confirmed gone: pids {pids}, cgroups {left}"
+    proof = f"none of its processes is left, {sum(len(group.paths) for group in groups)} cgroups gone"
+    problem = f"{', '.join(odd)}: look, then delete {path}" if odd else remove_tree(path)
+    return f"{what}: {proof}, folder NOT removed: {problem}" if problem else f"{what}: gone: {proof}, folder removed"
 
 
 def _end(path: Path, groups: list[cgroups.Group]) -> tuple[list[int], list[str]]:

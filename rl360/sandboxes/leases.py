@@ -7,6 +7,7 @@ clock before that, and the provider's end of life is set to the same moment; wha
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -14,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
+from typing import Any
+
+from rl360.engines.processes import ProcessId, alive, boot_id, identify
 
 OWNER, EXPIRES, NAME, DEPLOYMENT = "rl360.owner", "rl360.expires", "rl360.name", "rl360.deployment"
 GRACE_S = 300.0  # clocks of two hosts differ; an owner's own teardown comes first
@@ -33,25 +36,27 @@ class LeaseState(StrEnum):
 REAPABLE = frozenset({LeaseState.ORPHANED, LeaseState.EXPIRED})
 
 
+class OwnerState(StrEnum):
+    """Of the process that an owner label names; `unseen`: of another host."""
+
+    ALIVE = "alive"
+    ENDED = "ended"
+    UNSEEN = "unseen"
+    UNKNOWN = "unknown"
+
+
 @cache
 def _here() -> str:
     """This host, its boot, and the PID namespace in which pids mean anything."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return f"{socket.gethostname()}:{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{socket.gethostname()}:{boot_id()[:8]}:{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _started(pid: int) -> str | None:
-    """When a process started, in kernel ticks; None when there is none (a zombie is none)."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else rest[18]
-
-
-def owner() -> str:
-    """This process as an owner: where, pid, when started."""
-    return f"{_here()}/{os.getpid()}/{_started(os.getpid())}"
+def owner(pid: int | None = None) -> str:
+    """A living process of this host, else this one, as an owner: where, pid, when started."""
+    process = identify(os.getpid() if pid is None else pid)
+    if process is None:
+        raise ProcessLookupError(f"no process {pid}")
+    return f"{_here()}/{process.pid}/{process.start_ticks}"
 
 
 @dataclass(frozen=True)
@@ -62,26 +67,62 @@ class Lease:
     ident: str
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    def state(self, now: float) -> LeaseState:
-        """`now`: seconds since the epoch."""
+    @property
+    def expires(self) -> float | None:
+        """The end of its lease, seconds since the epoch; None when no number says so."""
+        try:
+            return float(self.labels.get(EXPIRES, ""))
+        except ValueError:
+            return None
+
+    def _owner(self) -> tuple[str, ProcessId] | None:
+        """Where, and which process there."""
         where, _, process = self.labels.get(OWNER, "").partition("/")
         pid, _, started = process.partition("/")
-        if not where or not pid.isdecimal() or not started:
-            return LeaseState.UNKNOWN
-        try:
-            over = now > float(self.labels.get(EXPIRES, "")) + GRACE_S
-        except ValueError:
-            return LeaseState.UNKNOWN
-        if where != _here():
-            return LeaseState.EXPIRED if over else LeaseState.ELSEWHERE
-        if _started(int(pid)) != started:
-            return LeaseState.ORPHANED
-        return LeaseState.EXPIRED if over else LeaseState.HELD
+        if not where or not (pid.isdecimal() and started.isdecimal() and len(pid) < 20 and len(started) < 20):
+            return None
+        return where, ProcessId(pid=int(pid), start_ticks=int(started))
 
-    def row(self, now: float) -> dict[str, str]:
-        """For people and programs: labels without the `rl360.` in front."""
-        told = {name.removeprefix("rl360."): value for name, value in self.labels.items()}
-        return {"provider": self.provider, "id": self.ident, "state": self.state(now), **told}
+    def owner_state(self) -> OwnerState:
+        found = self._owner()
+        if found is None:
+            return OwnerState.UNKNOWN
+        if found[0] != _here():
+            return OwnerState.UNSEEN
+        return OwnerState.ALIVE if alive(found[1]) else OwnerState.ENDED
+
+    def state(self, now: float) -> LeaseState:
+        """`now`: seconds since the epoch."""
+        held_by = self.owner_state()
+        if held_by is OwnerState.UNKNOWN or self.expires is None:
+            return LeaseState.UNKNOWN
+        if held_by is OwnerState.ENDED:
+            return LeaseState.ORPHANED
+        if now > self.expires + GRACE_S:
+            return LeaseState.EXPIRED
+        return LeaseState.HELD if held_by is OwnerState.ALIVE else LeaseState.ELSEWHERE
+
+    def row(self, now: float) -> dict[str, Any]:
+        """For programs: the same keys for each sandbox, null where its labels say nothing (docs/providers.md)."""
+        told = {name: self.labels.get(f"rl360.{name}") or None for name in ("run", "step", "group", "attempt")}
+        step, found, expires = told["step"] or "", self._owner(), self.expires
+        if expires is not None and not math.isfinite(expires):
+            expires = None
+        return {
+            "provider": self.provider,
+            "id": self.ident,
+            "name": self.labels.get(NAME) or None,
+            "state": self.state(now),
+            "owner": self.labels.get(OWNER) or None,
+            "owner_host": None if found is None else found[0].partition(":")[0],
+            "owner_pid": None if found is None else found[1].pid,
+            "owner_state": self.owner_state(),
+            "expires": expires,
+            "lease_left_s": None if expires is None else round(expires - now, 3),
+            "deployment": self.labels.get(DEPLOYMENT) or None,
+            **told,
+            "step": int(step) if step.isdecimal() and len(step) < 20 else None,
+        }
 
 
 def labels(name: str, deployment: str, lifetime_s: float, given: Mapping[str, str]) -> dict[str, str]:

@@ -142,7 +142,7 @@ def test_labels_and_reservations_are_on_the_sandbox(fake: Fake, tmp_path: Path) 
         (box,) = fake.boxes.values()
         (lease,) = await provider.daemon.listed({leases.DEPLOYMENT: DEPLOYMENT}, 5)
         told = lease.row(time.time())
-        assert {"run": "demo", "step": "3", "attempt": "one", "state": "held"}.items() <= told.items()
+        assert {"run": "demo", "step": 3, "attempt": "one", "state": "held"}.items() <= told.items()
         assert 0 < float(lease.labels[leases.EXPIRES]) - time.time() <= 91
         if isinstance(fake, FakeDocker):
             host = box.config["HostConfig"]
@@ -281,8 +281,7 @@ def test_a_late_create_of_a_server_that_is_gone_is_reaped_by_label_and_the_livin
         with subprocess.Popen(["sleep", "60"]) as other:  # noqa: ASYNC220
             stranger = leases.labels("n", DEPLOYMENT, 60, {"run": "other"})
             host = stranger[leases.OWNER].partition("/")[0]
-            ticks = leases._started(other.pid)
-            stranger[leases.OWNER] = f"{host}/{other.pid}/{ticks}"
+            stranger[leases.OWNER] = leases.owner(other.pid)
             elsewhere = {**stranger, leases.OWNER: "another-host:0:1/7/9"}
             expired = {**elsewhere, leases.EXPIRES: "1000"}
             reused = {**stranger, leases.OWNER: f"{host}/{other.pid}/1"}  # the pid is another process's by now

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl360.sandboxes.leases import EXPIRES, GRACE_S, OWNER, REAPABLE, Lease, LeaseState, labels, owner
+from rl360.sandboxes.leases import DEPLOYMENT, EXPIRES, GRACE_S, OWNER, REAPABLE, Lease, LeaseState, labels, owner
 
 NOW = 1_800_000_000.0
 
@@ -25,9 +25,7 @@ def test_what_a_living_process_owns_is_held_as_long_as_its_lease_can_run() -> No
     assert lease(**{EXPIRES: "nan"}).state(NOW) is LeaseState.HELD
     assert lease(**{EXPIRES: "soon"}).state(NOW) is LeaseState.UNKNOWN
     with subprocess.Popen(["sleep", "60"]) as other:
-        host, _, _ = owner().partition("/")
-        ticks = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        theirs = lease(**{OWNER: f"{host}/{other.pid}/{ticks}", EXPIRES: str(NOW)})
+        theirs = lease(**{OWNER: owner(other.pid), EXPIRES: str(NOW)})
         assert theirs.state(NOW) is LeaseState.HELD
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie holds nothing
@@ -71,3 +69,25 @@ def test_labels_say_whose_and_until_when() -> None:
     assert made["rl360.run"] == "r" and made["rl360.attempt"] == "a/b" and made[OWNER] == owner()
     row = Lease("docker", "x", made).row(0.0)
     assert row["state"] == "held" and row["run"] == "r" and row["name"] == "n" and row["deployment"] == "d"
+
+
+def test_a_row_has_numbers_for_numbers_and_null_for_what_nobody_says() -> None:
+    given = {OWNER: owner(), EXPIRES: str(NOW + 60), "rl360.run": "r", "rl360.step": "4", DEPLOYMENT: ""}
+    row = Lease("bubblewrap", "/x", given).row(NOW)
+    assert (row["step"], row["expires"], row["lease_left_s"], row["owner_pid"]) == (4, NOW + 60, 60.0, os.getpid())
+    assert (row["owner_state"], row["owner_host"]) == ("alive", socket.gethostname())
+    assert (row["deployment"], row["group"], row["attempt"]) == (None, None, None)
+    bare = Lease("docker", "x", {EXPIRES: "inf", "rl360.step": "four"}).row(NOW)
+    assert set(bare) == set(row) and bare["state"] == bare["owner_state"] == "unknown"
+    assert {name for name, value in bare.items() if value is not None} == {"provider", "id", "state", "owner_state"}
+
+
+@pytest.mark.parametrize("process", ["9" * 5000 + "/1", f"{os.getpid()}/x", "/1", "-1/1", "1/"])
+def test_an_owner_of_this_host_that_cannot_be_read_is_unknown(process: str) -> None:
+    where, _, _ = owner().partition("/")
+    assert lease(**{OWNER: f"{where}/{process}"}).state(NOW) is LeaseState.UNKNOWN
+
+
+def test_an_owner_lives() -> None:
+    with pytest.raises(ProcessLookupError):
+        owner(1 << 30)
