@@ -10,12 +10,13 @@ import asyncio
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from prefect import task
 from prefect.runtime import flow_run
 
-from rl360.agents.budgets import Budgets, LossShare
+from rl360.agents.budgets import Budgets, StepBudget
 from rl360.agents.records import RecordLog, put_table
 from rl360.agents.rollout import AttemptSpec, RolloutClient, all_at_once, roll_out_slot
 from rl360.config.run import RunConfig
@@ -31,6 +32,7 @@ from tasks.push_weights import bring_engines_to
 
 MEND_DEADLINE_S = 120.0  # an engine that restarts needs about 30 s
 MEND_PAUSE_S = 3.0
+Waves = Sequence[Sequence[AttemptSpec]]  # all of the step's
 _SHARES = threading.Lock()  # waves of a step begin at once, each in a thread: a cache alone would make one for each
 
 
@@ -41,7 +43,7 @@ def roll_out(config: RunConfig, step: int, wave: int, weight_version: str) -> Ma
 
 
 def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
-    specs = load_plan(job.store, job.run, job.step).waves[wave]
+    waves = load_plan(job.store, job.run, job.step).waves
     log = RecordLog(job.store, job.run, job.step, wave)
     records = log.stored
     if records:
@@ -49,7 +51,7 @@ def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
     started_at = time.monotonic()
     table = wave_key(job.run, job.step, wave)
     if not job.store.exists(table):  # a table closes its wave: a further try would be missing from it
-        asyncio.run(_run_wave(job, wave, specs, weight_version, log))
+        asyncio.run(_run_wave(job, wave, waves, weight_version, log))
     outcomes = Counter(str(record.outcome) for record in records.values())
     job.log.info(
         "wave %d: %d attempts in %.1f s: %s", wave, len(records), time.monotonic() - started_at, dict(outcomes)
@@ -57,11 +59,19 @@ def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
     return Produced(objects=[put_table(job.store, table, records.values())], counts=dict(outcomes))
 
 
-async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_version: str, log: RecordLog) -> None:
-    engines = EngineWatch(job, weight_version)
-    limit = job.config.rollout.max_infra_rate
-    share = _share(flow_run.id, job.run, job.step, limit)
-    budgets = Budgets(job.store, job.config, job.step, share, log.stored.values())
+def _elsewhere(job: Job, wave: int, waves: Waves) -> list[AttemptRecord]:
+    """What other waves stored that a group of this one is in too: where it has more attempts than a wave."""
+    groups = {spec.group_id for spec in waves[wave]}
+    others = [n for n, specs in enumerate(waves) if n != wave and any(spec.group_id in groups for spec in specs)]
+    return [record for n in others for record in RecordLog(job.store, job.run, job.step, n).stored.values()]
+
+
+async def _run_wave(job: Job, wave: int, waves: Waves, weight_version: str, log: RecordLog) -> None:
+    engines, specs = EngineWatch(job, weight_version), waves[wave]
+    limit, attempts = job.config.rollout.max_infra_rate, sum(map(len, waves))
+    share = _share(flow_run.id, job.run, job.step, limit, attempts)
+    earlier = [*log.stored.values(), *_elsewhere(job, wave, waves)]
+    budgets = Budgets(job.store, job.config, job.step, share, earlier)
     room = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
     # what ended and is not stored yet fills the session servers: as much of it as plays, then the rest waits
     begun = asyncio.Semaphore(2 * job.config.rollout.max_concurrent)
@@ -88,14 +98,14 @@ async def _run_wave(job: Job, wave: int, specs: list[AttemptSpec], weight_versio
 
 
 @lru_cache(maxsize=8)
-def _shares(_flow_run: str | None, run: str, step: int, limit: float) -> LossShare:
-    return LossShare(run, step, limit)
+def _shares(_flow_run: str | None, run: str, step: int, limit: float, attempts: int) -> StepBudget:
+    return StepBudget(run, step, limit, attempts)
 
 
-def _share(flow_run_id: str | None, run: str, step: int, limit: float) -> LossShare:
+def _share(flow_run_id: str | None, run: str, step: int, limit: float, attempts: int) -> StepBudget:
     """One for all waves that a flow run launches of a step."""
     with _SHARES:
-        return _shares(flow_run_id, run, step, limit)
+        return _shares(flow_run_id, run, step, limit, attempts)
 
 
 class EngineWatch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import orjson
@@ -29,32 +29,59 @@ TOP = 3
 Quarantine = dict[str, object]  # task, step, starts, detail of the last one, at (unix seconds)
 
 
-class LossShare:
-    """Attempts of one step that ended since its flow was started, over all of its waves (threads of one process). Those
-    that an earlier flow run lost are not counted again: it was stopped by them, and somebody resumed it."""
+class StepBudget:
+    """What the waves of one step (threads of one process) spend together. Of its `attempts`, `limit` may be lost. Those
+    that an earlier flow run lost are not counted again: it was stopped by them, and somebody resumed it. Further tries
+    are, for whoever made them a group pays once."""
 
-    def __init__(self, run: str, step: int, limit: float) -> None:
-        self._where, self._limit = f"step {step} of run {run}", limit
+    def __init__(self, run: str, step: int, limit: float, attempts: int) -> None:
+        self._where, self._limit, self._attempts = f"step {step} of run {run}", limit, attempts
         self._lock = threading.Lock()
+        self._tries: defaultdict[str, set[str]] = defaultdict(set)  # by group, further ones
         self._ended = 0
         self._lost: Counter[Outcome] = Counter()
         self._said: dict[Outcome, str] = {}
 
+    def tried(self, records: Iterable[AttemptRecord]) -> None:
+        """These are stored."""
+        with self._lock:
+            for record in records:
+                if record.try_index:
+                    self._tries[record.group_id].add(record.attempt_id)
+
+    def pays(self, group_id: str, attempt_id: str, most: int) -> bool:
+        """Whether a group of which `most` further tries are paid pays for this one, or has."""
+        with self._lock:
+            paid = self._tries[group_id]
+            if attempt_id not in paid and len(paid) >= most:
+                return False
+            paid.add(attempt_id)
+            return True
+
+    def excused(self) -> None:
+        """An attempt ended that is neither lost nor not: the step is judged by the others."""
+        with self._lock:
+            self._attempts -= 1
+            self._judge()
+
     def ended(self, record: AttemptRecord, *, lost: bool) -> None:
-        """An attempt ended for good. Raises `InfraLosses` when too many did without a verdict."""
+        """An attempt ended for good. Raises `InfraLosses` when too many did without a verdict: more than may of those
+        that ended, once they are enough to go by, or of all that there are, however the rest ends."""
         with self._lock:
             self._ended += 1
             if lost:
                 self._lost[record.outcome] += 1
                 self._said[record.outcome] = record.detail
-            count = self._lost.total()
-            if self._ended < ENOUGH or count <= self._limit * self._ended:
-                return
+            self._judge()
+
+    def _judge(self) -> None:
+        count, of = self._lost.total(), self._ended if self._ended >= ENOUGH else self._attempts
+        if count > self._limit * of:
             causes = [
                 f"{outcome} {number} ({boundary_of(outcome)}: {self._said[outcome][:120] or 'no detail'})"
                 for outcome, number in self._lost.most_common(TOP)
             ]
-            share = f"{count} of {self._ended} attempts ({count / self._ended:.0%}) of {self._where}"
+            share = f"{count} of {of} attempts ({count / of:.0%}) of {self._where}"
             raise InfraLosses(
                 f"{share} were lost to infrastructure, limit rollout.max_infra_rate {self._limit:.0%}: "
                 f"{'; '.join(causes)}. Mend it, then `rl360 run resume` goes on with the rest"
@@ -62,14 +89,15 @@ class LossShare:
 
 
 class Budgets:
-    """The budgets of one wave. Of one event loop, but for `publish`."""
+    """The budgets of one wave. Of one event loop, but for `publish`. `earlier`: stored records of the wave, and of
+    others that its groups are in too."""
 
     def __init__(
-        self, store: ObjectStore, config: RunConfig, step: int, share: LossShare, earlier: Iterable[AttemptRecord] = ()
+        self, store: ObjectStore, config: RunConfig, step: int, share: StepBudget, earlier: Iterable[AttemptRecord] = ()
     ) -> None:
         self._store, self._config, self._step, self._share = store, config, step, share
         self._quarantined = quarantined(store, config.run)
-        self._retries = Counter(record.group_id for record in earlier if record.try_index)
+        share.tried(earlier)
         self._started: Counter[str] = Counter()  # sandboxes by task
         # by task: starts that failed in a row, and the sandboxes of other tasks that had started before the first
         self._failed: dict[str, tuple[list[AttemptRecord], int]] = {}
@@ -82,19 +110,17 @@ class Budgets:
         run = self._config.run
         return f"task {task_id} is in quarantine since step {said['step']}: `rl360 tasks release {run} {task_id}`"
 
-    def another(self, outcome: Outcome, further: int, group_id: str, task_id: str) -> bool:
-        """Whether an attempt that ended so after `further` tries gets another, which its group pays for too."""
+    def another(self, outcome: Outcome, further: int, group_id: str, task_id: str, attempt_id: str) -> bool:
+        """Whether an attempt that ended so after `further` tries gets another, this one, for which its group pays."""
         rollout = self._config.rollout
         if outcome not in RETRYABLE or further >= rollout.infra_retries or task_id in self._quarantined:
             return False
-        if self._retries[group_id] >= rollout.group_retries:
-            return False
-        self._retries[group_id] += 1
-        return True
+        return self._share.pays(group_id, attempt_id, rollout.group_retries)
 
     def note(self, record: AttemptRecord) -> list[Quarantine]:
         """A try ended. Tasks that are not tried any more from now on, to be told to `publish`."""
-        task, began = record.task_id, bool(record.phases_s.get("agent"))
+        # a plug-in's reply may tell no phases
+        task, began = record.task_id, record.outcome in HAS_VERDICT or bool(record.phases_s.get("agent"))
         if began:
             self._started[task] += 1
             self._failed.pop(task, None)
@@ -121,7 +147,8 @@ class Budgets:
     def ended(self, record: AttemptRecord) -> None:
         """An attempt ended for good in this flow run. Raises `InfraLosses`."""
         if record.task_id in self._quarantined and record.outcome is Outcome.SANDBOX_START:
-            return  # named already
+            self._share.excused()  # named already
+            return
         scored = self._config.rollout.unverified_timeout == "score_zero" and record.outcome is Outcome.AGENT_TIMEOUT
         self._share.ended(record, lost=record.outcome not in HAS_VERDICT and not scored)
 

@@ -459,7 +459,7 @@ async def roll_out_slot(
     tries = list(earlier)
 
     def again(outcome: Outcome, further: int) -> bool:
-        return budgets.another(outcome, further, spec.group_id, spec.task_id)
+        return budgets.another(outcome, further, spec.group_id, spec.task_id, spec.attempt_id(further + 1))
 
     async def play() -> Played:
         refusal, now = budgets.refusal(spec.task_id), time.time()
@@ -470,13 +470,13 @@ async def roll_out_slot(
     async def settle(played: Played) -> None:
         record = await client.finish(played)
         tries.append(record)
+        for quarantine in budgets.note(
+            record
+        ):  # first: whoever is killed in between asks again for what brought it about
+            await asyncio.to_thread(budgets.publish, quarantine)
         await keep(record)
-        try:
-            for quarantine in budgets.note(record):
-                await asyncio.to_thread(budgets.publish, quarantine)
-        finally:
-            if record.session_id:
-                await client.close_session(record.attempt_id, record.session_id)
+        if record.session_id:
+            await client.close_session(record.attempt_id, record.session_id)
 
     while not tries or again(tries[-1].outcome, len(tries) - 1):
         async with room:

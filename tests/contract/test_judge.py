@@ -24,7 +24,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared by the parts of the suite
 from scripted_session import Bash, Say, ScriptedSessions
 
-from rl360.agents.budgets import Budgets, LossShare
+from rl360.agents.budgets import Budgets, StepBudget
 from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot
 from rl360.config.run import ObjectiveConfig, RunConfig
 from rl360.config.services import Services
@@ -290,7 +290,7 @@ def roll_out(home: Path, sandbox: str, sessions: str, specs: list[AttemptSpec]) 
     async def go() -> None:
         async with RolloutClient(services, config, 0, 0, "demo:0") as client:
             room = asyncio.Semaphore(4)
-            share = LossShare(config.run, 0, config.rollout.max_infra_rate)
+            share = StepBudget(config.run, 0, config.rollout.max_infra_rate, 8)
             budgets = Budgets(cast(Any, MemoryStore()), config, 0, share)
             await asyncio.gather(*(roll_out_slot(client, spec, [], room, keep, mend, budgets) for spec in specs))
 

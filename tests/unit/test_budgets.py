@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rl360.agents.budgets import ENOUGH, Budgets, LossShare, quarantined
-from rl360.agents.records import RecordLog
+from rl360.agents.budgets import ENOUGH, Budgets, StepBudget, quarantined
+from rl360.agents.records import RecordLog, put_table
 from rl360.agents.rollout import AttemptSpec, Played, roll_out_slot
 from rl360.commands import tasks as tasks_command
 from rl360.config.run import RunConfig
@@ -24,6 +27,7 @@ from rl360.harbor.outcome import ExitStatus
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA, Outcome
 from rl360.report.markdown import step_markdown
 from rl360.sessions.sample import AttemptRecord
+from rl360.store.layout import attempts_key
 from tasks import roll_out as roll_out_task
 from tasks.durable import Job
 from tests.unit.ledger_data import made_up_run
@@ -47,9 +51,11 @@ def unstarted(task: str, status: str = ExitStatus.ENV_START) -> AttemptRecord:
     return record(task, Outcome.SANDBOX_START, status=status, detail="no such image")
 
 
-def budgets_of(store: MemoryStore, earlier: list[AttemptRecord] | None = None, **rollout: Any) -> Budgets:
+def budgets_of(
+    store: MemoryStore, earlier: list[AttemptRecord] | None = None, attempts: int = 1000, **rollout: Any
+) -> Budgets:
     config = RunConfig.parse({"rollout": rollout})
-    share = LossShare("demo", 3, config.rollout.max_infra_rate)
+    share = StepBudget("demo", 3, config.rollout.max_infra_rate, attempts)
     return Budgets(cast(Any, store), config, 3, share, earlier or [])
 
 
@@ -79,7 +85,7 @@ def test_a_step_that_loses_too_many_is_stopped_with_the_causes() -> None:
 
 
 def test_the_limit_itself_is_allowed_and_all_waves_of_a_step_count_together() -> None:
-    share = LossShare("demo", 3, 0.5)
+    share = StepBudget("demo", 3, 0.5, 1000)
     for _ in range(ENOUGH):
         share.ended(record("t", Outcome.PASSED), lost=False)
         share.ended(record("t", Outcome.ABORTED), lost=True)
@@ -87,6 +93,41 @@ def test_the_limit_itself_is_allowed_and_all_waves_of_a_step_count_together() ->
         share.ended(record("t", Outcome.ABORTED), lost=True)
     with pytest.raises(InfraLosses):  # another wave of it, at whatever comes next
         share.ended(record("t", Outcome.ABORTED), lost=True)
+
+
+@pytest.mark.parametrize(("attempts", "limit", "at"), [(8, 0.5, 5), (1, 0.5, 1), (31, 0.5, 16), (8, 1.0, None)])
+def test_a_small_step_is_stopped_as_soon_as_the_rest_cannot_save_it(
+    attempts: int, limit: float, at: int | None
+) -> None:
+    budgets = budgets_of(MemoryStore(), attempts=attempts, max_infra_rate=limit)
+    for number in range(1, attempts + 1):
+        if number == at:
+            with pytest.raises(InfraLosses, match=f"{at} of {attempts} attempts"):
+                budgets.ended(record("t", Outcome.SANDBOX_LOST))
+            return
+        budgets.ended(record("t", Outcome.SANDBOX_LOST))
+    assert at is None
+
+
+def test_a_small_step_that_keeps_enough_ends() -> None:
+    budgets = budgets_of(MemoryStore(), attempts=8, max_infra_rate=0.5)
+    for outcome in [Outcome.SANDBOX_LOST, Outcome.PASSED] * 4:
+        budgets.ended(record("t", outcome))
+
+
+def test_attempts_of_a_quarantined_task_neither_spoil_nor_save_a_small_step() -> None:
+    store = MemoryStore()
+    quarantined_here(store, "bad")
+    budgets = budgets_of(store, attempts=8, max_infra_rate=0.5)
+    for ended in [unstarted("bad")] * 3 + [record("t", Outcome.SANDBOX_LOST)] * 2 + [record("t", Outcome.PASSED)] * 2:
+        budgets.ended(ended)
+    with pytest.raises(InfraLosses, match="3 of 5 attempts"):
+        budgets.ended(record("t", Outcome.SANDBOX_LOST))
+    late = budgets_of(store, attempts=8, max_infra_rate=0.5)
+    for ended in [record("t", Outcome.SANDBOX_LOST)] * 3 + [unstarted("bad")] * 2:
+        late.ended(ended)
+    with pytest.raises(InfraLosses, match="3 of 5 attempts"):  # the excuse is what tips it
+        late.ended(unstarted("bad"))
 
 
 @pytest.mark.parametrize(("switch", "stops"), [("mask", True), ("score_zero", False)])
@@ -104,18 +145,27 @@ def test_timeouts_that_are_scored_are_no_losses(switch: str, stops: bool) -> Non
 # -- a group's tries --------------------------------------------------------------------------------------------------
 
 
+def another(
+    budgets: Budgets, further: int, slot: str, outcome: Outcome = Outcome.SANDBOX_LOST, task: str = "t"
+) -> bool:
+    return budgets.another(outcome, further, slot.partition("-")[0], task, f"{slot}-t{further + 1}")
+
+
 def test_further_tries_are_the_attempts_and_the_groups() -> None:
     budgets = budgets_of(MemoryStore(), infra_retries=2, group_retries=3)
-    assert [budgets.another(Outcome.SANDBOX_LOST, tries, "g", "t") for tries in (0, 1, 2)] == [True, True, False]
-    assert [budgets.another(Outcome.SANDBOX_LOST, 0, "g", "t") for _ in range(2)] == [True, False]
-    assert budgets.another(Outcome.SANDBOX_LOST, 0, "other", "t")
-    assert not any(budgets.another(outcome, 0, "third", "t") for outcome in (*HAS_VERDICT, Outcome.NO_VERDICT))
+    assert [another(budgets, tries, "g-a0") for tries in (0, 1, 2)] == [True, True, False]
+    assert [another(budgets, 0, slot) for slot in ("g-a1", "g-a2", "g-a1")] == [True, False, True], "paid once"
+    assert another(budgets, 0, "other-a0")
+    assert not any(another(budgets, 0, "third-a0", outcome) for outcome in (*HAS_VERDICT, Outcome.NO_VERDICT))
 
 
 def test_tries_of_a_killed_run_of_the_wave_are_paid_for() -> None:
     earlier = [record("t", Outcome.SANDBOX_LOST, try_index=index) for index in range(3)]
+    earlier = [replace(made, attempt_id=f"g-a00-t{made.try_index}") for made in earlier]
     budgets = budgets_of(MemoryStore(), earlier, infra_retries=5, group_retries=2)
-    assert not budgets.another(Outcome.SANDBOX_LOST, 0, "g", "t")
+    assert not another(budgets, 0, "g-a01") and another(budgets, 1, "g-a00"), (
+        "what is stored already may be asked again"
+    )
 
 
 # -- a task that never starts -----------------------------------------------------------------------------------------
@@ -132,7 +182,7 @@ def test_a_task_that_never_starts_while_others_do_is_quarantined() -> None:
     budgets.publish(made)
     assert budgets.refusal("good") is None
     assert budgets.refusal("bad") == "task bad is in quarantine since step 3: `rl360 tasks release demo bad`"
-    assert not budgets.another(Outcome.SANDBOX_START, 0, "g", "bad")
+    assert not another(budgets, 0, "g-a0", Outcome.SANDBOX_START, "bad")
     (said,) = quarantined(cast(Any, store), "demo").values()
     assert (said["task"], said["step"], said["starts"], said["detail"]) == ("bad", 3, 3, "no such image")
     assert budgets_of(store).refusal("bad"), "a resumed run knows"
@@ -264,13 +314,13 @@ def test_waves_of_a_step_that_lose_their_attempts_stop_it_and_a_resume_goes_on(m
     waves = [[AttemptSpec(f"w{w}-a{n:02}", f"w{w}", "t", "/t", "d") for n in range(20)] for w in range(2)]
     logs = [RecordLog(job.store, "demo", 0, wave, every_s=0.0) for wave in range(2)]
     roll_out_task._shares.cache_clear()
-    asyncio.run(roll_out_task._run_wave(job, 0, waves[0], "demo:0", logs[0]))  # 20 ended: too few to judge
+    asyncio.run(roll_out_task._run_wave(job, 0, waves, "demo:0", logs[0]))  # 20 of 40 ended: too few to judge
     with pytest.raises(InfraLosses, match=r"sandbox_lost .*provider: sandbox gone"):
-        asyncio.run(roll_out_task._run_wave(job, 1, waves[1], "demo:0", logs[1]))
+        asyncio.run(roll_out_task._run_wave(job, 1, waves, "demo:0", logs[1]))
     kept = len(logs[1].stored)
-    assert ENOUGH - 20 <= kept < 20
+    assert 1 <= kept < 20, "one more than half of all"
     roll_out_task._shares.cache_clear()  # another flow run
-    asyncio.run(roll_out_task._run_wave(job, 1, waves[1], "demo:0", RecordLog(job.store, "demo", 0, 1, every_s=0.0)))
+    asyncio.run(roll_out_task._run_wave(job, 1, waves, "demo:0", RecordLog(job.store, "demo", 0, 1, every_s=0.0)))
     assert len(RecordLog(job.store, "demo", 0, 1).stored) == 20
 
 
@@ -282,16 +332,17 @@ def test_waves_that_begin_at_once_have_one_share(monkeypatch: pytest.MonkeyPatch
             both.wait(0.05)  # what was not found in the cache is made by both
         return object()
 
-    monkeypatch.setattr(roll_out_task, "LossShare", slow)
+    monkeypatch.setattr(roll_out_task, "StepBudget", slow)
     roll_out_task._shares.cache_clear()
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: roll_out_task._share("flow", "r", 0, 0.5), range(2))
+        first, second = pool.map(lambda _: roll_out_task._share("flow", "r", 0, 0.5, 8), range(2))
     roll_out_task._shares.cache_clear()
     assert first is second
 
 
-def test_a_session_is_closed_though_its_quarantine_could_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[str] = []
+def test_a_quarantine_is_written_before_the_record_that_brought_it_about() -> None:
+    """Whoever is killed in between asks again for that try, whose session is still open; the other order lost it."""
+    did: list[str] = []
 
     class Client:
         async def play(self, spec: AttemptSpec, try_index: int) -> Played:
@@ -302,9 +353,11 @@ def test_a_session_is_closed_though_its_quarantine_could_not_be_written(monkeypa
             return replace(made, attempt_id=played.attempt_id, session_id=played.session_id)
 
         async def close_session(self, _attempt_id: str, session_id: str) -> None:
-            closed.append(session_id)
+            did.append(f"close {session_id}")
 
-    class Away(Budgets):
+    class Noted(Budgets):
+        away = False
+
         def __init__(self) -> None: ...
 
         def refusal(self, task_id: str) -> None: ...
@@ -313,15 +366,128 @@ def test_a_session_is_closed_though_its_quarantine_could_not_be_written(monkeypa
             return [record]
 
         def publish(self, quarantine: Any) -> None:
-            raise StoreUnavailable("away")
+            if self.away:
+                raise StoreUnavailable("away")
+            did.append("quarantine")
 
         def another(self, *_: Any) -> bool:
             return False
 
-    async def nothing(_: AttemptRecord) -> None: ...
+        def ended(self, record: AttemptRecord) -> None: ...
 
-    spec = AttemptSpec("s", "g", "t", "/t", "d")
-    work = roll_out_slot(cast(Any, Client()), spec, [], asyncio.Semaphore(1), nothing, nothing, Away())
+    async def keep(_: AttemptRecord) -> None:
+        did.append("record")
+
+    def work(budgets: Budgets) -> Any:
+        spec = AttemptSpec("s", "g", "t", "/t", "d")
+        return roll_out_slot(cast(Any, Client()), spec, [], asyncio.Semaphore(1), keep, cast(Any, None), budgets)
+
+    asyncio.run(work(Noted()))
+    assert did == ["quarantine", "record", "close session"]
+    away = Noted()
+    away.away = True
     with pytest.raises(StoreUnavailable):
-        asyncio.run(work)
-    assert closed == ["session"]
+        asyncio.run(work(away))
+    assert did[3:] == []
+
+
+def test_a_group_in_two_waves_pays_once_for_what_either_tried_before_the_flow_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roll_out_task, "RolloutClient", Doomed)
+    store = MemoryStore()
+    config = RunConfig.parse(
+        {"run": "demo", "rollout": {"infra_retries": 9, "group_retries": 3, "max_infra_rate": 1.0}}
+    )
+    job = Job(config, 0, "roll_out-0000", cast(Any, None), cast(Any, store), logging.getLogger("test"))
+    waves = [[AttemptSpec(f"g-a{n:02}", "g", "t", "/t", "d")] for n in range(3)]
+    tries = [replace(record("t", Outcome.SANDBOX_LOST), attempt_id=f"g-a02-t{n}", try_index=n) for n in range(3)]
+    put_table(job.store, attempts_key("demo", 0, 2, 0), tries)
+    for wave in range(3):
+        roll_out_task._shares.cache_clear()  # in whatever process
+        log = RecordLog(job.store, "demo", 0, wave, every_s=0.0)
+        asyncio.run(roll_out_task._run_wave(job, wave, waves, "demo:0", log))
+    roll_out_task._shares.cache_clear()
+    stored = [RecordLog(job.store, "demo", 0, wave).stored.keys() for wave in range(3)]
+    assert stored == [{"g-a00-t0", "g-a00-t1"}, {"g-a01-t0"}, {"g-a02-t0", "g-a02-t1", "g-a02-t2"}]
+
+
+class Flaky(Doomed):
+    """Never starts a sandbox of the task `bad`; loses every first, second, ... try of the others by a drawn list. After
+    `kill_after` tries the flow is killed."""
+
+    lose: tuple[bool, ...] = ()
+    kill_after = 0
+    played: list[str] = []
+
+    async def play(self, spec: AttemptSpec, try_index: int) -> Played:
+        if len(Flaky.played) == Flaky.kill_after:
+            raise KilledHere
+        Flaky.played.append(spec.attempt_id(try_index))
+        lost = Flaky.lose[len(Flaky.played) % len(Flaky.lose)]
+        await asyncio.sleep(0)
+        outcome = (
+            Outcome.SANDBOX_START if spec.task_id == "bad" else Outcome.SANDBOX_LOST if lost else Outcome.NO_VERDICT
+        )
+        return Played(spec, try_index, 0.0, 1.0, "", None, outcome, "no such image")
+
+    async def finish(self, played: Played) -> AttemptRecord:
+        made = await super().finish(played)
+        return replace(made, exit_status=ExitStatus.ENV_START) if made.outcome is Outcome.SANDBOX_START else made
+
+
+class KilledHere(Exception):
+    pass
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_flow_that_is_killed_and_resumed_keeps_its_groups_budgets_and_its_quarantine(data: st.DataObject) -> None:
+    """Groups spread over waves that run at once or one after the other, however often the flow is killed: no group's
+    further tries exceed its budget, tables hold each try once, and what is in quarantine is tried no more."""
+    groups, size, wave = (data.draw(st.integers(*bounds)) for bounds in ((1, 3), (2, 5), (1, 6)))
+    tasks = [data.draw(st.sampled_from(["good", "fine", "bad"])) for _ in range(groups)]
+    specs = [AttemptSpec(f"g{g}-a{n:02}", f"g{g}", tasks[g], "/t", "d") for g in range(groups) for n in range(size)]
+    waves = [specs[start : start + wave] for start in range(0, len(specs), wave)]
+    most, Flaky.lose = data.draw(st.integers(0, 4)), tuple(data.draw(st.lists(st.booleans(), min_size=1, max_size=7)))
+    rollout = {"infra_retries": 3, "group_retries": most, "quarantine_after": 2, "max_infra_rate": 1.0}
+    config = RunConfig.parse({"run": "demo", "rollout": rollout | {"max_concurrent": data.draw(st.integers(1, 8))}})
+    store = MemoryStore()
+    job = Job(config, 0, "roll_out", cast(Any, None), cast(Any, store), logging.getLogger("test"))
+    Flaky.played = []
+
+    async def flow(at_once: int) -> None:
+        pace = asyncio.Semaphore(at_once)
+
+        async def one(number: int) -> None:
+            async with pace:
+                log = RecordLog(job.store, "demo", 0, number, every_s=0.0)
+                await roll_out_task._run_wave(job, number, waves, "demo:0", log)
+
+        async with asyncio.TaskGroup() as together:
+            for number in range(len(waves)):
+                together.create_task(one(number))
+
+    banned: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roll_out_task, "RolloutClient", Flaky)
+        for more in [*data.draw(st.lists(st.integers(0, 9), max_size=3)), 10**6]:
+            roll_out_task._shares.cache_clear()  # another flow run
+            before = len(Flaky.played)
+            Flaky.kill_after = before + more
+            with contextlib.suppress(ExceptionGroup):
+                asyncio.run(flow(data.draw(st.integers(1, 3))))
+            tried = {
+                next(spec.task_id for spec in specs if name.startswith(spec.slot_id)) for name in Flaky.played[before:]
+            }
+            assert not banned & tried
+            banned = set(quarantined(cast(Any, store), "demo"))
+    roll_out_task._shares.cache_clear()
+    records = [made for number in range(len(waves)) for made in RecordLog(job.store, "demo", 0, number).stored.values()]
+    assert {made.attempt_id for made in records if not made.try_index} == {spec.attempt_id(0) for spec in specs}
+    further = Counter(made.group_id for made in records if made.try_index)
+    assert all(count <= most for count in further.values()), further
+    for made in records:  # whoever stopped had a reason
+        last = made.attempt_id[: -len("-t0")] + f"-t{made.try_index + 1}" not in {each.attempt_id for each in records}
+        if last and made.outcome is Outcome.SANDBOX_LOST:
+            assert made.try_index == 3 or further[made.group_id] == most

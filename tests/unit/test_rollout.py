@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from rl360.agents import rollout
-from rl360.agents.budgets import Budgets, LossShare
+from rl360.agents.budgets import Budgets, StepBudget
 from rl360.agents.rollout import AttemptSpec, RolloutClient, roll_out_slot, spread
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
@@ -135,7 +135,7 @@ def services_at(home: Path, sandbox: str, sessions: str) -> Services:
 
 
 def budgets_of(config: RunConfig) -> Budgets:
-    return Budgets(cast(Any, MemoryStore()), config, 0, LossShare(config.run, 0, config.rollout.max_infra_rate))
+    return Budgets(cast(Any, MemoryStore()), config, 0, StepBudget(config.run, 0, config.rollout.max_infra_rate, 8))
 
 
 def roll_out(

@@ -81,7 +81,7 @@ def test_a_rollout_function_that_leaves_attempts_out_stops_the_step(tmp_path: Pa
         job = SimpleNamespace(config=config, run=config.run, step=0, store=store, services=services)
         log = RecordLog(store, config.run, 0, 0)
         with pytest.raises(BadInput, match=rf"{ME}:plays_some left 2 attempts unplayed, s000000-g000-a01 first"):
-            asyncio.run(_run_wave(cast(Any, job), 0, specs, "v0", log))
+            asyncio.run(_run_wave(cast(Any, job), 0, [specs], "v0", log))
         assert asked.count("/run") == 2 and len(log.stored) == 2
 
 

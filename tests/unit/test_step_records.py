@@ -275,7 +275,7 @@ def test_a_wave_whose_samples_are_stored_slowly_does_not_play_on_without_end(mon
             return replace(record, attempt_id=played.attempt_id, outcome=played.outcome, verdict=None, stored=None)
 
     async def wave() -> None:
-        running = asyncio.create_task(roll_out_task._run_wave(job, 0, specs, "run:0", log))
+        running = asyncio.create_task(roll_out_task._run_wave(job, 0, [specs], "run:0", log))
         await asyncio.sleep(0.05)
         assert len(begun) == 4
         store_now.set()
@@ -283,7 +283,9 @@ def test_a_wave_whose_samples_are_stored_slowly_does_not_play_on_without_end(mon
 
     monkeypatch.setattr(roll_out_task, "RolloutClient", Slow)
     job = job_of(planned_store(), "roll_out-0000")
-    job = replace(job, config=RunConfig.parse({"rollout": {"max_concurrent": 2, "wave_size": 2}}))
+    job = replace(
+        job, config=RunConfig.parse({"rollout": {"max_concurrent": 2, "wave_size": 2, "max_infra_rate": 1.0}})
+    )
     specs = [replace(spec_of(RECORDS[0]), slot_id=f"s000000-g000-a{number:02}") for number in range(9)]
     log = RecordLog(job.store, "demo", 0, 7, every_s=0.0)
     asyncio.run(wave())
