@@ -66,7 +66,27 @@ def run_command(name: str, argv: list[str]) -> None:
         """Keeps the command's name on the command line when the module registers only one."""
 
     importlib.import_module(f"rl360.commands.{COMMANDS[name].module}").register(app)
-    app(args=[name, *argv], prog_name="rl360")
+    try:
+        code = app(args=[name, *argv], prog_name="rl360", standalone_mode=False)
+    except typer.TyperException as error:
+        said = error.format_message()
+        if said.startswith("Usage:"):  # a group without a command: its help
+            print(said, file=sys.stderr)
+            sys.exit(error.exit_code)
+        raise BadInput(_wrong_usage(said, error)) from None
+    except typer.Abort:
+        raise Rl360Error("the input ended too early") from None
+    sys.exit(code or 0)
+
+
+def _wrong_usage(said: str, error: Exception) -> str:
+    """One line: which option, the value it was given, what it must be, where the help is."""
+    what, _, why = said.removeprefix("Invalid value for ").partition(": ")
+    checked, context = getattr(error.__cause__, "errors", None), getattr(error, "ctx", None)
+    if checked is not None and why:
+        why = why.replace("Input should be", "must be")
+        said = f"{what.strip(chr(39))} {checked()[0]['input']!r}: {why}"
+    return " ".join(said.split()).rstrip(".") + (f"; see `{context.command_path} --help`" if context else "")
 
 
 def main(argv: list[str] | None = None) -> None:
