@@ -11,6 +11,8 @@ make there what its sandbox is to see, read-only, and finds it again in `context
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +23,30 @@ import httpx
 from rl360.errors import Rl360Error
 from rl360.harbor.outcome import ExitStatus
 from rl360.sandboxes.provider import ExecResult
+
+SILENT_S, SILENT_SHARE = 5.0, 0.5  # what a model must be silent for, to have kept an agent until its time was over
+
+
+@dataclass
+class ModelCalls:
+    """What the session owes an attempt, as seen from this host: nothing in a sandbox can claim it. Each request for a
+    turn is `asked`, and then `answered` or `refused`; one that is cut off stays owed."""
+
+    failure: AgentFailure | None = None  # the last refusal of infrastructure, when no turn came after it
+    owed: int = 0
+    since: float = 0.0  # event-loop clock: nothing of what is owed was answered from here on
+
+    def asked(self) -> None:
+        if not self.owed:
+            self.since = asyncio.get_running_loop().time()
+        self.owed += 1
+
+    def answered(self) -> None:
+        self.owed, self.failure, self.since = self.owed - 1, None, asyncio.get_running_loop().time()
+
+    def refused(self, failure: AgentFailure | None) -> None:
+        """None: for what was asked, which says nothing of the model."""
+        self.owed, self.failure = self.owed - 1, failure or self.failure
 
 
 @dataclass
@@ -44,7 +70,7 @@ class AgentContext:
     """Everything an agent may use. `deadline`: event-loop clock; `exec(command, timeout_s, cap_bytes)` runs in the
     sandbox, its output cut at the run's limit where no cap is given. What is appended to `transcript` (chat messages)
     is what a judge of the task is shown of the conversation. `folder`: what `mounts` of the agent was given.
-    `refused`: what the session refused since its last turn; an agent whose time is over then was kept by that."""
+    `time_s`: what it was given in all; `calls`: its requests for turns, which say what kept one whose time is over."""
 
     instruction: str
     base_url: str
@@ -57,7 +83,19 @@ class AgentContext:
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     transcript: list[dict[str, Any]] = field(default_factory=list)
     folder: Path | None = None
-    refused: list[AgentFailure] = field(default_factory=list)
+    time_s: float = math.inf
+    calls: ModelCalls = field(default_factory=ModelCalls)
+
+    def kept_by(self) -> AgentFailure | None:
+        """What kept an agent from going on that ended, or whose time is over: a refusal with no turn after it, or a
+        model that is silent since more than half of all the agent's time. Less proves nothing: who asks at the end of
+        its time, or ends while it is answered, has no excuse."""
+        until = min(asyncio.get_running_loop().time(), self.deadline)
+        silent_s = until - self.calls.since if self.calls.owed else 0.0
+        if self.calls.failure is None and silent_s > max(SILENT_S, SILENT_SHARE * self.time_s):
+            said = f"its model was silent for the last {silent_s:.0f} s of the agent's {self.time_s:.0f} s"
+            return AgentFailure(ExitStatus.GENERATION_ERROR, said, retryable=True)
+        return self.calls.failure
 
 
 @dataclass(frozen=True)

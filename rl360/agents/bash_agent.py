@@ -172,12 +172,13 @@ async def _sample(
     started = time.monotonic()
     try:
         for pause_s in (*RETRY_PAUSES_S, None):
+            context.calls.asked()
             failure = await _post(context, body)
             if not isinstance(failure, AgentFailure):
-                context.refused.clear()
+                context.calls.answered()
                 return failure
             if failure.exit_status != ExitStatus.AGENT_TIMEOUT:
-                context.refused.append(failure)
+                context.calls.refused(failure)
             if pause_s is None or not failure.retryable:
                 raise failure
             context.metrics.retries += 1

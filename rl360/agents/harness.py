@@ -5,15 +5,15 @@ program finds its session, and nothing else, at an address of its loopback: `har
 socket in the one folder it shares with us, and here each request goes to the attempt's session (`Relay`), which counts
 turns and notes refusals. Its end is the sandbox's: whatever it left running is proven gone before the verifier starts.
 
-How it ends: exit 0 is submitted; turns over `max_turns` and a full sequence are refused with 400 and named as such; a
-signal counts as a limit, for a command of the model may have sent it; another exit, or the deadline, after a model call
-that failed is that failure, unless it was refused for what it asked (400, 422), which the model's commands can do too;
-any other exit is an error of the program, and no verdict is sought.
+How it ends: what the policy wrote runs beside the program, as the same user, and can do to it and say in its session
+whatever it likes. So no exit of a program that had a turn keeps the verifier away, whatever its code or words; only
+what is seen from here does: a session that is gone, an engine that refused or was silent, with no turn after it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -38,6 +38,7 @@ from rl360.config.services import home_dir
 from rl360.errors import BadInput
 from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.task import RESERVED
+from rl360.sessions.refusals import HTTP_STATUS
 
 INSIDE = "/run/rl360"
 PORT = 41_360
@@ -51,7 +52,12 @@ TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d+)')
 CUT = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"(?:length|max_tokens)"')
 PLACE = re.compile(r"[a-z_]+(/[a-z_]+)*")
 SAMPLES = ("chat/completions", "messages")
-NO_FAILURE = (400, 422)  # the request's own fault, and what the model wrote may have sent it
+OWN_FAULT = (400, 409, 413, 422, 429)  # of the request, and what the policy wrote may have sent it
+CONNECTIONS, ACCEPT_S = 64, 0.001  # of one sandbox, and between two of them
+PAUSE_S = 0.05  # after each request that is no turn: so that many of them cost us little
+CODE = re.compile(rb'"code"\s*:\s*"([a-z_]+)"')
+BEATS = re.compile(rb"(?::[^\n]*\n\n|event: ping\ndata: [^\n]*\n\n)+")
+LAST_EVENT = re.compile(rb"(?:\A|\n\n)event: error\ndata: ([^\n]*)\n\n\Z")
 PASSED_ON = ("content-type", "accept", "anthropic-version", "anthropic-beta")
 PASSED_BACK = ("content-type", "x-should-retry", "retry-after")
 
@@ -83,28 +89,33 @@ class Terms(BaseModel):
 
 @dataclass
 class Relay:
-    """One attempt's way to its session. `failure`: of the last call, when it failed."""
+    """One attempt's way to its session; what became of requests for turns is in `context.calls`."""
 
     context: AgentContext
-    failure: AgentFailure | None = None
     full: bool = False
     cut: bool = False
     over_turns: bool = False
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL))
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
 
     def left(self) -> float:
-        """Seconds for the program: it ends a moment before the attempt's deadline, so that `late` is heard."""
+        """Seconds for the program: it ends a moment before the attempt's deadline, so that its words are heard."""
         return max(0.1, self.context.deadline - asyncio.get_running_loop().time() - MARGIN_S)
 
-    def late(self, detail: str) -> AgentEnd:
-        """The end of a program whose time is over: of one that was still asking a model that failed, that failure."""
-        if self.failure is not None:
-            raise self.failure
-        return AgentEnd(ExitStatus.AGENT_TIMEOUT, detail)
+    async def settle(self) -> None:
+        """Of a program that ended while its session owed it a turn: wait until one comes, or is refused, or its time is
+        over. Then it is known whether the model was silent, or asked by who did not mean to wait."""
+        self.heard.clear()
+        if self.context.calls.owed and self.context.calls.failure is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.heard.wait(), self.left())
 
     async def carry(self, request: web.Request) -> web.StreamResponse:
         async with self.places:
-            return await self._carry(request)
+            answer = await self._carry(request)
+            if answer.status != 200 or request.match_info["place"] not in SAMPLES:
+                await asyncio.sleep(PAUSE_S)
+            return answer
 
     async def _carry(self, request: web.Request) -> web.StreamResponse:
         place = request.match_info["place"]
@@ -120,50 +131,87 @@ class Relay:
         left = self.context.deadline - asyncio.get_running_loop().time()
         if left <= 0:
             return _refuse(400, "no_time", "the attempt's time is over")
-        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         call = self.context.http.stream(
             request.method,
             f"{self.context.base_url}/{place}",
             content=body,
-            headers=headers,
+            headers={name: request.headers[name] for name in PASSED_ON if name in request.headers},
             timeout=httpx.Timeout(left, connect=min(left, 10.0)),
         )
-        given_back = sampling
-        metrics.turns += sampling  # at once, so that requests side by side don't take more than there are
+        taken = False
+        if sampling:  # at once, so that requests side by side don't take more than there are
+            metrics.turns += 1
+            self.context.calls.asked()
         try:
             async with call as reply:
-                given_back = sampling and reply.status_code != 200
-                return await self._pass(request, reply, sampling)
+                begun, data = await _heard(request, reply)
+            taken = sampling and await self._note(reply, data)
+        except httpx.ReadTimeout:  # of all the time that was left: still owed
+            return _refuse(502, "session_lost", "the session has not answered")
         except httpx.HTTPError as error:
-            given_back = sampling
-            late = isinstance(error, httpx.ReadTimeout)  # of all the time that was left
-            status = ExitStatus.AGENT_TIMEOUT if late else ExitStatus.SESSION_LOST
-            self.failure = AgentFailure(status, f"session: {error!r}"[:300], retryable=False)
+            if sampling:
+                said = f"session: {error!r}"[:300]
+                self.context.calls.refused(AgentFailure(ExitStatus.SESSION_LOST, said, retryable=False))
             return _refuse(502, "session_lost", "the session cannot be reached")
         finally:
-            if given_back:  # it was none: who was refused meanwhile may ask again
+            if sampling and not taken:  # it was none: who was refused meanwhile may ask again
                 metrics.turns, self.over_turns = metrics.turns - 1, False
+            if taken or self.context.calls.failure is not None or not self.context.calls.owed:
+                self.heard.set()
             metrics.model_query_time_sum += time.monotonic() - started
+        if begun is None:
+            return web.Response(status=reply.status_code, body=data, headers=_passed_back(reply))
+        await begun.write(data)
+        return begun
 
-    async def _pass(self, request: web.Request, reply: httpx.Response, sampling: bool) -> web.StreamResponse:
-        back = {name: reply.headers[name] for name in PASSED_BACK if name in reply.headers}
-        if reply.status_code != 200:
-            said = await reply.aread()
-            if sampling and ((failure := refusal(reply)) is None or reply.status_code not in NO_FAILURE):
-                self.failure, self.full = failure, failure is None
-                self.context.metrics.retries += failure is not None and failure.retryable
-            return web.Response(status=reply.status_code, body=said, headers=back)
-        answer = web.StreamResponse(headers=back)
-        tail = b""
-        await answer.prepare(request)
-        async for part in reply.aiter_raw():
-            tail = (tail + part)[-TAIL_BYTES:]
-            await answer.write(part)
-        await answer.write_eof()
-        if sampling:
-            self.failure, self.cut = None, CUT.search(tail) is not None
+    async def _note(self, reply: httpx.Response, data: bytes) -> bool:
+        """What a reply to a request for a turn says, and whether it is one."""
+        tail, calls = data[-TAIL_BYTES:], self.context.calls
+        error = LAST_EVENT.search(tail) if reply.status_code == 200 else None
+        if reply.status_code == 200 and error is None:
+            self.cut = CUT.search(tail) is not None
             self.context.metrics.completion_tokens += max((int(n) for n in TOKENS.findall(tail)), default=0)
-        return answer
+            calls.answered()
+            return True
+        told = httpx.Response(reply.status_code, content=data, headers=_passed_back(reply))
+        if error is not None:  # of a stream that had begun: the status was sent long ago
+            code = CODE.search(error[1])
+            known = {str(each): status for each, status in HTTP_STATUS.items()}
+            told = httpx.Response(known.get(code[1].decode(), 502) if code else 502, content=error[1])
+        failure = refusal(told)
+        self.full = self.full or failure is None
+        if told.status_code in OWN_FAULT or (told.status_code == 404 and await self._has_session()):
+            failure = None
+        self.context.metrics.retries += failure is not None and failure.retryable
+        calls.refused(failure)
+        return False
+
+    async def _has_session(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return (await self.context.http.get(f"{self.context.base_url}/models", timeout=10.0)).status_code == 200
+        return False
+
+
+async def _heard(request: web.Request, reply: httpx.Response) -> tuple[web.StreamResponse | None, bytes]:
+    """A whole reply, whether or not who asked reads it: only signs of life go on at once, as the answer that begun."""
+    if reply.status_code != 200:
+        return None, await reply.aread()
+    begun: web.StreamResponse | None = None
+    parts: list[bytes] = []
+    async for part in reply.aiter_raw():
+        if parts or BEATS.fullmatch(part) is None:
+            parts.append(part)
+            continue
+        with contextlib.suppress(OSError):  # who asked is gone
+            if begun is None:
+                begun = web.StreamResponse(headers=_passed_back(reply))
+                await begun.prepare(request)
+            await begun.write(part)
+    return begun, b"".join(parts)
+
+
+def _passed_back(reply: httpx.Response) -> dict[str, str]:
+    return {name: reply.headers[name] for name in PASSED_BACK if name in reply.headers}
 
 
 @dataclass(frozen=True)
@@ -189,11 +237,11 @@ class Harness:
                 result = await context.exec(self._command(context), relay.left())
             finally:
                 context.metrics.env_execution_time_sum += time.monotonic() - started
-        said = " ".join(result.output.decode("utf-8", "replace").split())[-300:]
-        name = self.terms.command[0]
-        if result.timed_out:
-            return relay.late(f"{name} ran to the deadline; {said}")
-        return ended(relay, name, result.exit_code, said)
+            said = " ".join(result.output.decode("utf-8", "replace").split())[-300:]
+            name = self.terms.command[0]
+            if result.timed_out:
+                raise AgentFailure(ExitStatus.AGENT_TIMEOUT, f"{name} ran to the deadline; {said}", retryable=False)
+            return await ended(relay, name, result.exit_code, said)
 
     def _command(self, context: AgentContext) -> str:
         base_url = f"http://127.0.0.1:{PORT}"
@@ -221,22 +269,27 @@ class Harness:
         return shlex.join(["env", *(f"{name}={value}" for name, value in env.items()), *entry, "--", *words])
 
 
-def ended(relay: Relay, name: str, code: int, said: str) -> AgentEnd:
-    turns = relay.context.metrics.turns
+async def ended(relay: Relay, name: str, code: int, said: str) -> AgentEnd:
+    """The end of a program by itself."""
+    if code <= 128:
+        await relay.settle()
+    turns = relay.context.metrics.turns - relay.context.calls.owed
     if relay.full and turns == 0:
         raise AgentFailure(ExitStatus.GENERATION_ERROR, "the first prompt leaves no room for a reply", retryable=False)
     if relay.over_turns:
         return AgentEnd(ExitStatus.TURN_LIMIT, f"{turns} turns")
-    if relay.full or (relay.cut and code == 0):
-        return AgentEnd(ExitStatus.LENGTH_LIMIT, "no room for another turn" if relay.full else "cut by length")
+    if relay.full:
+        return AgentEnd(ExitStatus.LENGTH_LIMIT, "no room for another turn")
     if code > 128:
         return AgentEnd(ExitStatus.SANDBOX_LIMIT, f"{name} was ended by signal {code - 128}; {said}")
-    if code != 0 and relay.failure is not None:
-        raise relay.failure
-    if code == 0 and turns > 0:
-        return AgentEnd(ExitStatus.SUBMITTED)
-    why = f"exit {code}" if code else "it ended without a turn of the model"
-    return AgentEnd(ExitStatus.AGENT_ERROR, f"{name}: {why}; {said}")
+    if (failure := relay.context.kept_by()) is not None:
+        raise failure
+    if turns == 0:  # nothing the policy wrote was there to do it
+        why = f"exit {code}" if code else "it ended without a turn of the model"
+        return AgentEnd(ExitStatus.AGENT_ERROR, f"{name}: {why}; {said}")
+    if relay.cut:
+        return AgentEnd(ExitStatus.LENGTH_LIMIT, "cut by length")
+    return AgentEnd(ExitStatus.AGENT_EXITED, f"{name}: exit {code}; {said}") if code else AgentEnd(ExitStatus.SUBMITTED)
 
 
 @asynccontextmanager
@@ -244,6 +297,7 @@ async def listening(relay: Relay, folder: Path) -> AsyncIterator[None]:
     """The relay at `folder`/session.sock, for the sandbox's user alone."""
     runner = await _runner(relay, "")
     bound = socket.socket(socket.AF_UNIX)
+    accepting: asyncio.Future[None] | None = None
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:  # the path itself may be longer than the address of a socket can be
@@ -254,11 +308,28 @@ async def listening(relay: Relay, folder: Path) -> AsyncIterator[None]:
         if os.geteuid() == 0:
             os.chown(folder / "session.sock", owner.st_uid, owner.st_gid)
         (folder / "session.sock").chmod(0o600)
-        await web.SockSite(runner, bound).start()
+        bound.setblocking(False)
+        bound.listen(CONNECTIONS)
+        accepting = asyncio.ensure_future(_accept(bound, runner))
         yield
     finally:
+        if accepting is not None:
+            accepting.cancel()
+            await asyncio.wait({accepting})
         await runner.cleanup()
         bound.close()
+
+
+async def _accept(bound: socket.socket, runner: web.AppRunner) -> None:
+    """What a sandbox has too many of, or makes too fast, waits in its own kernel queue: it costs us no descriptor."""
+    server, loop = runner.server, asyncio.get_running_loop()
+    assert server is not None
+    while True:
+        await asyncio.sleep(ACCEPT_S)
+        if len(server.connections) < CONNECTIONS:
+            with contextlib.suppress(OSError):  # this host's descriptors
+                connection, _ = await loop.sock_accept(bound)
+                await loop.connect_accepted_socket(server, connection)
 
 
 @asynccontextmanager

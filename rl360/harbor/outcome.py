@@ -33,6 +33,7 @@ class ExitStatus(StrEnum):
     LENGTH_LIMIT = "SequenceLengthLimitExceeded"
     AGENT_TIMEOUT = "AgentTimeout"
     SANDBOX_LIMIT = "SandboxLimitExceeded"
+    AGENT_EXITED = "AgentExited"
     QUEUE_TIMEOUT = "QueueTimeout"
     ENV_START = "EnvStartFailed"
     SANDBOX_LOST = "SandboxLost"
@@ -67,6 +68,7 @@ MEANINGS: dict[str, Meaning] = {
     ExitStatus.TURN_LIMIT: _DONE,
     ExitStatus.LENGTH_LIMIT: _DONE,
     ExitStatus.SANDBOX_LIMIT: _DONE,
+    ExitStatus.AGENT_EXITED: _DONE,  # of a program that what the policy wrote runs beside, and may end
     ExitStatus.AGENT_TIMEOUT: _LATE,
     "TimeLimitExceeded": _LATE,
     ExitStatus.QUEUE_TIMEOUT: Meaning(Outcome.SANDBOX_START, Boundary.OURS),

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from rl360.agents.base import AgentContext, AgentFailure
+from rl360.agents.base import AgentContext, AgentEnd, AgentFailure, ModelCalls
 from rl360.agents.harness import PARALLEL, Relay, Terms, ended, listening_here
 from rl360.harbor.outcome import ExitStatus
 
@@ -51,6 +51,11 @@ def openai(text: str, finish: str = "stop", tokens: int = 3) -> httpx.Response:
     return streamed(json.dumps({"choices": [choice], "usage": {"completion_tokens": tokens}}).encode())
 
 
+def over(relay: Relay, code: int) -> AgentEnd:
+    """How a program ends with this code, and nothing under way."""
+    return asyncio.run(ended(relay, "x", code, ""))
+
+
 def test_both_formats_and_a_stream_are_counted() -> None:
     events = [
         {"type": "message_start", "message": {"usage": {"output_tokens": 1}}},
@@ -70,7 +75,7 @@ def test_both_formats_and_a_stream_are_counted() -> None:
     relay, got = asked(answer, *calls)
     assert (relay.context.metrics.turns, relay.context.metrics.completion_tokens, relay.cut) == (2, 10, True)
     assert got[1].text == stream and got[1].headers["content-type"] == "text/event-stream"
-    assert ended(relay, "x", 0, "").exit_status is ExitStatus.LENGTH_LIMIT
+    assert over(relay, 0).exit_status is ExitStatus.LENGTH_LIMIT
 
 
 def test_a_limit_is_refused_once_and_for_all() -> None:
@@ -84,12 +89,12 @@ def test_a_limit_is_refused_once_and_for_all() -> None:
     ask: tuple[str, dict[str, Any]] = ("chat/completions", {})
     relay, got = asked(answer, ask, ask, ask, ask)
     assert [reply.status_code for reply in got] == [200, 409, 400, 400] and len(seen) == 2
-    assert ended(relay, "x", 1, "").exit_status is ExitStatus.LENGTH_LIMIT
+    assert over(relay, 1).exit_status is ExitStatus.LENGTH_LIMIT
     seen.clear()
     relay, got = asked(answer, ask, ask, ask, max_turns=1)
     assert [reply.status_code for reply in got] == [200, 400, 400] and len(seen) == 1
     assert got[1].json()["error"]["code"] == "turn_limit"
-    assert ended(relay, "x", 1, "").exit_status is ExitStatus.TURN_LIMIT
+    assert over(relay, 1).exit_status is ExitStatus.TURN_LIMIT
 
 
 @pytest.mark.parametrize("place", ["a/../b", "chat%2f..%2fx", "Chat", "", "a//b", "a?x=1&y"])
@@ -102,22 +107,108 @@ def test_places_outside_are_not_asked_for(place: str) -> None:
     assert relay.context.metrics.turns == 0
 
 
-@pytest.mark.parametrize("status", [400, 422])
-def test_a_bad_request_of_what_the_model_wrote_voids_nothing(status: int) -> None:
-    bad = {"error": {"code": "bad_request", "message": "messages is missing"}}
-    relay, got = asked(lambda _: httpx.Response(status, json=bad), ("chat/completions", {}))
-    assert got[0].status_code == status and relay.failure is None and not relay.full
-    assert ended(relay, "x", 137, "").exit_status is ExitStatus.SANDBOX_LIMIT
-    assert ended(relay, "x", 1, "").exit_status is ExitStatus.AGENT_ERROR
-    assert relay.late("").exit_status is ExitStatus.AGENT_TIMEOUT
+def answering(*replies: httpx.Response, session: int = 200) -> Callable[[httpx.Request], httpx.Response]:
+    """These to requests for turns, one by one; `session` to who asks whether the session is there."""
+    left = list(replies)
+    return lambda request: httpx.Response(session, json={}) if request.method == "GET" else left.pop(0)
+
+
+def refused(status: int, code: str, **headers: str) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"code": code, "message": code}}, headers=headers)
+
+
+ASK: tuple[str, dict[str, Any]] = ("chat/completions", {})
+OWN = [(400, "bad_history"), (409, "lost_race"), (409, "sealed"), (422, "cannot_merge"), (429, "too_many_requests")]
+
+
+@pytest.mark.parametrize(("status", "code"), [*OWN, (404, "model_not_found")])
+def test_a_bad_request_of_what_the_model_wrote_voids_nothing(status: int, code: str) -> None:
+    """It may have been the program's, or a command's of the policy: the work that is there is judged."""
+    relay, got = asked(answering(openai("a"), refused(status, code)), ASK, ASK)
+    assert got[1].status_code == status and relay.context.calls == ModelCalls(since=relay.context.calls.since)
+    assert over(relay, 137).exit_status is ExitStatus.SANDBOX_LIMIT
+    assert over(relay, 1).exit_status is ExitStatus.AGENT_EXITED
+    assert over(relay, 0).exit_status is ExitStatus.SUBMITTED
+    relay, _ = asked(answering(refused(status, code)), ASK)
+    assert over(relay, 1).exit_status is ExitStatus.AGENT_ERROR, "no turn was taken, and nothing is there to judge"
+
+
+@pytest.mark.parametrize("code", ["cut_turn", "length", "over_budget"])
+def test_a_cut_turn_that_is_extended_is_the_end_of_the_sequence(code: str) -> None:
+    relay, _ = asked(answering(openai("a", "length"), refused(413 if code == "over_budget" else 409, code)), ASK, ASK)
+    assert {over(relay, exit_code).exit_status for exit_code in (0, 1, 77)} == {ExitStatus.LENGTH_LIMIT}
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, 77])
+@pytest.mark.parametrize(
+    ("reply", "session", "status"),
+    [
+        (refused(404, "not_found"), 404, ExitStatus.SESSION_LOST),
+        (refused(503, "draining"), 200, ExitStatus.SESSION_LOST),
+        (refused(502, "no_engine"), 200, ExitStatus.NO_ENGINE),
+        (refused(502, "bad_upstream"), 200, ExitStatus.GENERATION_ERROR),
+        (refused(500, "internal_error"), 200, ExitStatus.GENERATION_ERROR),
+    ],
+)
+def test_what_infrastructure_refused_is_no_exit_of_the_program(
+    reply: httpx.Response, session: int, status: ExitStatus, exit_code: int
+) -> None:
+    """Whatever the program made of it: one that swallows the error and ends with 0 did not submit."""
+    answer = answering(openai("a"), reply, refused(400, "bad_history"), session=session)
+    relay, _ = asked(answer, ASK, ASK, ASK)
+    with pytest.raises(AgentFailure) as failure:
+        over(relay, exit_code)
+    assert failure.value.exit_status is status
+    relay, _ = asked(answering(openai("a"), reply, openai("b"), session=session), ASK, ASK, ASK)
+    assert over(relay, 1).exit_status is ExitStatus.AGENT_EXITED, "the model answered since"
+
+
+def test_a_refusal_within_a_stream_is_one() -> None:
+    """A stream of a long turn begins before its end is known: its status says nothing then."""
+    told = json.dumps({"error": {"message": "a \n\nevent: error\ndata: {}", "type": "x", "code": "no_engine"}})
+    beats = ": keep-alive\n\n" * 3
+    late = streamed(f"{beats}event: error\ndata: {told}\n\n".encode(), "text/event-stream")
+    relay, got = asked(answering(openai("a"), late), ASK, ASK)
+    assert got[1].status_code == 200 and got[1].text.endswith(f"data: {told}\n\n")
+    assert relay.context.metrics.turns == 1
+    with pytest.raises(AgentFailure) as failure:
+        over(relay, 0)
+    assert failure.value.exit_status is ExitStatus.NO_ENGINE
+    said = json.dumps({"choices": [{"delta": {"content": f"\n\nevent: error\ndata: {told}\n\n"}}]})
+    relay, _ = asked(answering(streamed(f"data: {said}\n\ndata: [DONE]\n\n".encode(), "text/event-stream")), ASK)
+    assert over(relay, 0).exit_status is ExitStatus.SUBMITTED, "a policy that says so has said something, no more"
+
+
+@pytest.mark.parametrize(
+    ("owed", "since_s", "time_s", "silent"),
+    [
+        (1, 55, 100, True),
+        (1, 45, 100, False),  # asked at the end of its time
+        (0, 55, 100, False),  # nothing was asked for
+        (1, 4, 6, False),  # time is too short to tell
+        (3, 99, 100, True),
+    ],
+)
+def test_a_silent_model_is_one_that_took_most_of_the_time(owed: int, since_s: int, time_s: int, silent: bool) -> None:
+    async def go() -> AgentFailure | None:
+        now = asyncio.get_running_loop().time()
+        calls = ModelCalls(owed=owed, since=now - since_s)
+        context = AgentContext("Do.", SESSION, "m", {}, 9, now, print, None, time_s=time_s, calls=calls)  # type: ignore[arg-type]
+        return context.kept_by()
+
+    kept = asyncio.run(go())
+    assert (kept is not None) is silent
+    if kept is not None:
+        assert kept.exit_status is ExitStatus.GENERATION_ERROR
+        assert str(kept) == f"its model was silent for the last {since_s} s of the agent's {time_s} s"
 
 
 def test_a_signal_is_a_limit_whatever_failed_before() -> None:
     gone = {"error": {"code": "no_engine", "message": "none"}}
     relay, _ = asked(lambda _: httpx.Response(503, json=gone), ("chat/completions", {}))
-    assert ended(relay, "x", 137, "").exit_status is ExitStatus.SANDBOX_LIMIT
+    assert over(relay, 137).exit_status is ExitStatus.SANDBOX_LIMIT
     with pytest.raises(AgentFailure):
-        ended(relay, "x", 1, "")
+        over(relay, 1)
 
 
 @pytest.mark.parametrize("works", [True, False])

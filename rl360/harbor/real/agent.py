@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rl360.agents import harness_entry
-from rl360.agents.base import Agent, AgentContext, AgentEnd
+from rl360.agents.base import Agent, AgentContext, AgentEnd, AgentFailure
 from rl360.agents.harness import INSIDE, PORT, Relay, ended, listening, listening_here
 from rl360.errors import Rl360Error
 from rl360.harbor.outcome import ExitStatus
@@ -118,8 +118,9 @@ class HarborAgent:
     async def __call__(self, context: AgentContext) -> AgentEnd:
         assert context.folder is not None, "the runner gives an agent with mounts its folder"
         relay = Relay(context)
-        async with listening(relay, context.folder), listening_here(relay) as base_url:
-            if self.name == INSTALLED:
+        inside = self.name == INSTALLED  # then alone what runs in the sandbox has a way to the session
+        async with listening(relay, context.folder) if inside else listening_here(relay) as base_url:
+            if base_url is None:
                 base_url = f"http://127.0.0.1:{PORT}/v1"
                 await context.exec(_RELAY_INSIDE, 20.0)
             reader, writer = await self.worker.connect()
@@ -130,13 +131,14 @@ class HarborAgent:
             except TimeoutError:
                 if not clock.expired():
                     raise
-                return relay.late("Harbor's agent ran to the deadline")
+                said = "Harbor's agent ran to the deadline"
+                raise AgentFailure(ExitStatus.AGENT_TIMEOUT, said, retryable=False) from None
             finally:
                 writer.close()  # which ends the trial there, wherever it is
-        if end is None:
-            return AgentEnd(ExitStatus.AGENT_ERROR, "Harbor's process ended during the trial")
-        said = f"{end['exception']}: {' '.join(str(end.get('message')).split())[-300:]}" if "exception" in end else ""
-        return ended(relay, self.name, 1 if said else 0, said)
+            if end is None:
+                return AgentEnd(ExitStatus.AGENT_ERROR, "Harbor's process ended during the trial")
+            raised, message = end.get("exception"), " ".join(str(end.get("message")).split())[-300:]
+            return await ended(relay, self.name, 1 if raised else 0, f"{raised}: {message}" if raised else "")
 
     def _order(self, context: AgentContext, base_url: str) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"skip_install": True}
