@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Sandboxes: whose there are, what nobody owns, the policies simulated.")
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
+SILENT_S = 2.0
 sandbox_leases.register(app)
 
 
@@ -37,11 +44,13 @@ def simulate(
     starts: Annotated[int, typer.Option(min=1, max=100_000, help="Attempts that are asked for together.")] = 8192,
     nodes: Annotated[int, typer.Option(min=2, max=10_000, help="Nodes of the cluster.")] = 64,
     images: Annotated[int, typer.Option(min=1, max=100_000, help="Images of a step (placement, admission).")] = 512,
-    pulls_per_s: Annotated[float, typer.Option(min=0.01, help="What the registry serves.")] = 50.0,
+    pulls_per_s: Annotated[float, typer.Option(min=0.01, max=1e6, help="What the registry serves.")] = 50.0,
     pulls_at_once: Annotated[int, typer.Option(min=1, help="Pulls under way beyond which it refuses.")] = 256,
     wave_size: Annotated[int, typer.Option(min=1, help="Starts in a wave; also the first window.")] = 64,
-    wave_interval_s: Annotated[float, typer.Option(min=0, help="Seconds from wave to wave.")] = 0.5,
-    ready_goal_s: Annotated[float, typer.Option(min=0.01, help="Starts over half of it stop the window's growth.")] = 6,
+    wave_interval_s: Annotated[float, typer.Option(min=0, max=3600, help="Seconds from wave to wave.")] = 0.5,
+    ready_goal_s: Annotated[
+        float, typer.Option(min=0.01, max=1e9, help="Starts over half of it stop the window's growth.")
+    ] = 6,
     heavy_share: Annotated[float, typer.Option(min=0, max=1, help="Attempts that are heavy builds.")] = 0.05,
     heavy_cpus: Annotated[float, typer.Option(min=0.1, help="What a heavy build uses; a node has 64.")] = 16.0,
     out: Annotated[Path | None, typer.Option(help="Folder for one picture a comparison.")] = None,
@@ -66,7 +75,13 @@ def simulate(
         heavy_cpus=heavy_cpus,
         images=images,
     )
-    found = [compare(name, setting) for name in ([only] if only else NAMES)]
+    if out is not None:
+        _writable(out)
+    found = []
+    names = NAMES if only is None else (only,)
+    for number, name in enumerate(names, 1):
+        with _progress(f"{name} ({number} of {len(names)})"):
+            found.append(compare(name, setting))
     pictures = [_draw(compared, out) for compared in found] if out else []
     if as_json:
         told: dict[str, Any] = {compared.name: compared.figures for compared in found}
@@ -78,13 +93,51 @@ def simulate(
         typer.echo(path)
 
 
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """On a terminal, from the third second on: what is computed, and since when."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    began, over = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        if over.wait(SILENT_S):
+            return
+        while True:
+            print(f"\r{what}: {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
+            if over.wait(1.0):
+                break
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def _writable(folder: Path) -> None:
+    """Before anything is computed for it."""
+    from rl360.errors import BadInput
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+    if why:
+        raise BadInput(f"--out {folder}: cannot be written ({why}); name another folder")
+
+
 def _draw(compared: Compared, folder: Path) -> str:
     from rl360.errors import BadInput
     from rl360.sandboxes.pictures import picture
 
     path = folder / f"{compared.name}.png"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(picture(compared))
     except OSError as error:
         raise BadInput(f"--out {folder}: cannot write {path.name} ({error.strerror}); name another folder") from None

@@ -91,7 +91,11 @@ def admission(setting: Setting) -> Compared:
     cpus = np.where(heavy, setting.heavy_cpus, LIGHT_CPUS)
     world = setting.world(image_mb=1.0, image_sigma=0.0)
     if setting.heavy_cpus * 1000 > world.room.milli_cpus:
-        raise BadInput(f"heavy cpus {setting.heavy_cpus:g} are more than a node's {world.room.milli_cpus // 1000}")
+        most = world.room.milli_cpus // 1000
+        raise BadInput(f"--heavy-cpus {setting.heavy_cpus:g}: more than the {most} of a node; give at most {most}")
+    if heavy.all():
+        share = f"--heavy-share {setting.heavy_share:g} of {count} starts"
+        raise BadInput(f"{share}: all of them are heavy, and no neighbour is left; give a smaller share or more starts")
     load = Load(np.zeros(count, np.int64) + np.arange(count) % setting.images, cpus)
     # by number alone: as many as would fit if all were light
     at_once = int(setting.nodes * world.room.milli_cpus / 1000 / LIGHT_CPUS)

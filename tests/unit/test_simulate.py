@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import pty
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +17,7 @@ import pytest
 from rl360.bench import sandboxes as suite
 from rl360.bench.rows import Options
 from rl360.cli import main
+from rl360.commands import sandboxes as command
 from rl360.sandboxes.admission import Room
 from rl360.sandboxes.comparisons import NAMES, Setting, admission, compare, placement, rounds, waves
 from rl360.sandboxes.pictures import picture
@@ -117,7 +123,16 @@ def test_every_comparison_has_its_picture(name: str) -> None:
     ("options", "words"),
     [
         (["--only", "nothing"], "no comparison 'nothing'; choose among waves, admission, placement"),
-        (["--only", "admission", "--heavy-cpus", "65"], "heavy cpus 65 are more than a node's 64"),
+        (["--only", "admission", "--heavy-cpus", "65"], "--heavy-cpus 65: more than the 64 of a node; give at most 64"),
+        (["--only", "admission", "--heavy-cpus", "inf"], "--heavy-cpus inf: more than the 64"),
+        (["--only", "admission", "--heavy-share", "1"], "--heavy-share 1 of 10 starts: all of them are heavy"),
+        (["--only", ""], "no comparison ''; choose among"),
+        (["--pulls-per-s", "inf"], "--pulls-per-s 'inf': must be less than or equal to 1000000"),
+        (["--wave-interval-s", "inf"], "--wave-interval-s 'inf': must be less than or equal to 3600"),
+        (["--nodes", "1"], "--nodes '1': must be greater than or equal to 2"),
+        (["--images", "-5"], "--images '-5': must be greater than or equal to 1"),
+        (["--starts", "100001"], "--starts '100001': must be less than or equal to 100000"),
+        (["--out", "/proc/x"], "--out /proc/x: cannot be written (No such file or directory); name another folder"),
     ],
 )
 def test_a_bad_option_is_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,3 +141,25 @@ def test_a_bad_option_is_one_line(options: list[str], words: str, capsys: pytest
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
+
+
+def test_a_long_comparison_is_told_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of its own, as a person has it."""
+    monkeypatch.setattr(command, "SILENT_S", 0.01)
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as terminal, contextlib.redirect_stderr(terminal):
+        with command._progress("waves (1 of 3)"):
+            time.sleep(0.2)
+        monkeypatch.setattr(command, "SILENT_S", 60.0)
+        with command._progress("placement (3 of 3)"):
+            pass
+    told = ""
+    with contextlib.suppress(OSError):  # its other end is closed
+        while part := os.read(master, 4096):
+            told += part.decode()
+    os.close(master)
+    assert told.startswith("\rwaves (1 of 3): 0 s") and told.endswith("\r\x1b[K") and "placement" not in told
+    pipe = io.StringIO()
+    with contextlib.redirect_stderr(pipe), command._progress("waves (1 of 3)"):
+        time.sleep(0.05)
+    assert pipe.getvalue() == ""
