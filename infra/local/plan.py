@@ -59,6 +59,7 @@ class UpOptions(BaseModel):
     harnesses: tuple[str, ...] = ()
     harbor: str = ""
     judge_key_env: str = ""
+    promise: str = ""
     trainer_ranks: int = Field(1, ge=1, le=64)
     ports: dict[str, int] = Field(default_factory=lambda: dict(DEFAULT_PORTS))
     only: tuple[str, ...] = ()
@@ -373,8 +374,8 @@ def judge_key(options: UpOptions) -> dict[str, str]:
 
 def _sandbox(options: UpOptions) -> Spec:
     port = options.ports["sandbox"]
-    judge = {"--judge-url": options.judge_url, "--judge-key-env": options.judge_key_env}
-    given = [part for flag, value in judge.items() if value for part in (flag, value)]
+    single = {"--judge-url": options.judge_url, "--judge-key-env": options.judge_key_env, "--promise": options.promise}
+    given = [part for flag, value in single.items() if value for part in (flag, value)]
     for flag, values in (
         ("--agent", options.agents),
         ("--harness", options.harnesses),

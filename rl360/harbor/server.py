@@ -12,11 +12,12 @@ import uvicorn
 
 from rl360.agents.registry import agents_of
 from rl360.config.services import home_dir, load_services, service_token
-from rl360.errors import Rl360Error
+from rl360.errors import BadInput, Rl360Error
 from rl360.harbor.app import make_app
 from rl360.harbor.judge import Judge
 from rl360.harbor.replies import Replies
-from rl360.sandboxes.admission import Gate, Reservations, Room
+from rl360.sandboxes.admission import BOUNDLESS, Gate, Reservations, Room
+from rl360.sandboxes.host import promised, take_share
 from rl360.sandboxes.providers import KINDS, open_provider, room_of
 from rl360.sandboxes.waves import Pace, Waves
 from rl360.store.object_store import ObjectStore
@@ -56,26 +57,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wave-size", type=int, default=32, help="sandboxes that begin to start in a wave")
     parser.add_argument("--wave-interval-s", type=float, default=0.25, help="seconds from wave to wave")
     parser.add_argument("--ready-goal-s", type=float, default=1.0, help="starts that take longer slow down the next")
-    form = "cpus=N,memory_mb=N,pids=N,disk_mb=N"
-    parser.add_argument("--promise", type=_promise, default={}, metavar=form, help="what may be reserved, else all")
+    form = "SHARE%|cpus=N,memory_mb=N,pids=N,disk_mb=N"
+    told = "what may be reserved, of this host (default: all of it) or elsewhere (docs/providers.md)"
+    parser.add_argument("--promise", type=_promise, default="", metavar=form, help=told)
 
 
 def gate_of(args: argparse.Namespace, room: Room) -> Gate:
-    """As the options say; `room`: what there is, where they say nothing."""
+    """As the options say; `room`: what may be reserved."""
     everything = args.max_concurrent
     pace = Pace(args.wave_size, args.wave_interval_s, everything, args.per_image or everything, args.ready_goal_s)
-    return Gate(Waves(pace), Reservations(room._replace(**args.promise)))
+    return Gate(Waves(pace), Reservations(room))
 
 
-def _promise(text: str) -> dict[str, int]:
-    """Fields of a `Room`."""
-    found = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in ("cpus", *Room._fields[1:]) or not value.isdecimal():
-            raise argparse.ArgumentTypeError(f"{part!r}: give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER")
-        found["milli_cpus" if name == "cpus" else name] = int(value) * (1000 if name == "cpus" else 1)
-    return found
+def _promise(text: str) -> str:
+    try:
+        promised(text, BOUNDLESS)
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def promise_of(args: argparse.Namespace, home: Path) -> Room:
+    """What this server promises: of its host, beside the others of the home, or of what is elsewhere."""
+    host = room_of(args.provider, home)
+    return promised(args.promise, None) if host is None else take_share(home, str(args.port), host, args.promise)
 
 
 def replies_of(args: argparse.Namespace) -> Replies:
@@ -103,11 +108,12 @@ def main(argv: list[str] | None = None) -> None:
         token = service_token()
         judge = Judge.at(args.judge_url, args.judge_key_env, args.judge_concurrency) if args.judge_url else None
         # one root per port: several servers may share a home, and each reaps only its own
-        root = (args.home or home_dir()) / "sandboxes" / str(args.port)
+        home = args.home or home_dir()
+        root = home / "sandboxes" / str(args.port)
         provider = open_provider(args.provider, root, token)
         replies = replies_of(args) if args.store else None
         agents = agents_of(args.agent, args.harness, args.harbor)
-        gate = gate_of(args, room_of(args.provider, args.home or home_dir()))
+        gate = gate_of(args, promise_of(args, home))
         app = make_app(provider, agents, gate, args.queue_limit, token, judge, replies, args.tasks)
     except Rl360Error as error:
         raise SystemExit(f"sandbox server: {error}") from None

@@ -1,10 +1,19 @@
-"""What this host can promise to sandboxes."""
+"""What this host can promise to sandboxes, and which of its servers promised what.
+
+Each server writes its promise to a file of its own under the home and holds a lock on it for as long as it lives. A
+new one is let in when the living ones leave it enough: together they never promise more than there is.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 from pathlib import Path
 
+import orjson
+
+from rl360.errors import BadInput
 from rl360.sandboxes.admission import Room
 
 _LIMITS = ("sys/fs/cgroup/{0}.max", "sys/fs/cgroup/{0}/{1}")  # v2 of a container, v1
@@ -21,6 +30,64 @@ def host_room(folder: Path, root: Path = Path("/")) -> Room:
     disk = os.statvfs(folder)
     milli_cpus = min(1000 * len(os.sched_getaffinity(0)), _milli_cpus(root / "sys/fs/cgroup"))
     return Room(milli_cpus, memory >> 20, pids, disk.f_bavail * disk.f_frsize >> 20)
+
+
+def promised(text: str, host: Room | None) -> Room:
+    """What `--promise` says: a share of the host such as `50%`, or parts by name; those that are not named are all of
+    the host's. host: None where nobody here knows what there is."""
+    form = f"{text!r}: give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER, or of this host a share, 1% to 100%"
+    if text.endswith("%") and host is not None:
+        share = int(text[:-1]) if text[:-1].isdecimal() else 0
+        if not 0 < share <= 100:
+            raise BadInput(form)
+        return Room(*(share * part // 100 for part in host))
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in ("cpus", *Room._fields[1:]) or not value.isdecimal():
+            raise BadInput(form)
+        found["milli_cpus" if name == "cpus" else name] = int(value) * (1000 if name == "cpus" else 1)
+    if host is None and (unsaid := [name for name in Room._fields if name not in found]):
+        raise BadInput(
+            f"--promise {text!r} does not say {', '.join(unsaid)}: sandboxes run elsewhere, and only you know what is "
+            "there for this server's; give cpus=N,memory_mb=N,pids=N,disk_mb=N (docs/providers.md)"
+        )
+    return Room(**found) if host is None else host._replace(**found)
+
+
+def take_share(home: Path, name: str, host: Room, text: str) -> Room:
+    """What this process, the server `name`, promises from now on until it ends. `BadInput` when others of this home and
+    host leave it too little."""
+    folder = home / "promises" / socket.gethostname()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)) as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        others = {path.name: orjson.loads(path.read_bytes()) for path in folder.glob("[!.]*") if _held(path)}
+        # the disk that was free when they began: what they used since is part of their promises
+        host = Room(*(max(part) for part in zip(host, *(other["host"] for other in others.values()), strict=True)))
+        asked = promised(text, host)
+        left = Room(*(part - sum(other["room"][n] for other in others.values()) for n, part in enumerate(host)))
+        if lacks := [name for name, n, has in zip(Room._fields, asked, left, strict=True) if n > has]:
+            told = "".join(f"; {name} promises {Room(*other['room'])}" for name, other in sorted(others.items()))
+            raise BadInput(
+                f"this host has {host}{told}; left are {left}, and {asked} are asked for: give each server its part "
+                f"of {', '.join(lacks)}, by --promise 50% or cpus=N,memory_mb=N,pids=N,disk_mb=N"
+            )
+        mine = folder / name
+        mine.unlink(missing_ok=True)  # of a dead one
+        held = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)  # not closed: its lock says that we live
+        fcntl.flock(held, fcntl.LOCK_EX)
+        os.write(held, orjson.dumps({"room": [*asked], "host": [*host]}))
+    return asked
+
+
+def _held(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _milli_cpus(groups: Path) -> int:

@@ -55,7 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, store: ObjectStore) -> Iterat
     deployment(home, store.endpoint_url, store.bucket)
     servers: list[Server] = []
     for _ in range(2):
-        servers.append(Server(home, free_port(), options=("--store",)))
+        servers.append(Server(home, free_port(), options=("--store", "--promise", "50%")))
         servers[-1].start()
     yield servers
     for server in servers:

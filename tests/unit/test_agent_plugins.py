@@ -174,8 +174,9 @@ def test_what_up_is_given_reaches_the_sandbox_server(tmp_path: Path) -> None:
         "agents": ("one=one_script:run",),
         "harnesses": ("two=/h/two.toml", "three=/h/3.toml"),
         "harbor": "/harbor",
+        "promise": "50%",
     }
     argv = _sandbox(UpOptions(home=str(tmp_path), **given)).argv
     args = parse_args(list(argv[argv.index("rl360.harbor.server") + 1 :]))
     assert (args.agent, args.harness) == (list(given["agents"]), list(given["harnesses"]))
-    assert args.harbor == Path("/harbor")
+    assert (args.harbor, args.promise) == (Path("/harbor"), "50%")

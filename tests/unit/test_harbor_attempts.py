@@ -159,7 +159,11 @@ def test_a_judged_task_is_refused_before_it_runs(tmp_path: Path, asked: bool, ur
         (["--wave-size", "0"], "--wave-size 0: must be at least 1"),
         (["--per-image", "0"], "--per-image 0: must be at least 1"),
         (["--ready-goal-s", "-1"], "--ready-goal-s -1.0: must be at least 0.01"),
-        (["--promise", "cpus=2,memory=5"], "'memory=5': give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER"),
+        (["--promise", "cpus=2,memory=5"], "memory=5': give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER"),
+        (
+            ["--promise", "0%"],
+            "'0%': give cpus, memory_mb, pids, disk_mb as NAME=WHOLE NUMBER, or of this host a share",
+        ),
     ],
 )
 def test_a_servers_options(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl360.errors import BadInput
-from rl360.sandboxes.admission import BOUNDLESS, Room
+from rl360.sandboxes.admission import Room
 from rl360.sandboxes.host import host_room
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ def open_provider(kind: str, root: Path, token: str, env: Mapping[str, str] = os
     return RemoteProvider(open_daemon(kind, env), root, deployment_of(token))
 
 
-def room_of(kind: str, root: Path) -> Room:
-    """What sandboxes may reserve together where the operator does not say: on this host what it has; elsewhere the
-    outside system knows and refuses."""
-    return host_room(root) if kind in ("bubblewrap", "docker") else BOUNDLESS
+def room_of(kind: str, folder: Path, env: Mapping[str, str] = os.environ) -> Room | None:
+    """What this host has for sandboxes; None where they run elsewhere."""
+    here = kind == "bubblewrap" or (kind == "docker" and env.get("DOCKER_HOST", "unix:").startswith("unix:"))
+    return host_room(folder) if here else None
 
 
 def open_daemon(kind: str, env: Mapping[str, str] = os.environ) -> Daemon:

@@ -1,0 +1,120 @@
+"""Servers of one host and home never promise more than there is together, however one of them ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl360.errors import BadInput
+from rl360.harbor.server import parse_args, promise_of
+from rl360.sandboxes.admission import Room
+from rl360.sandboxes.host import host_room, promised
+from rl360.sandboxes.providers import room_of
+
+HOST = Room(4_000, 8_000, 1_000, 9_000)
+PROGRAM = """
+import sys
+from pathlib import Path
+from rl360.errors import BadInput
+from rl360.sandboxes.admission import Room
+from rl360.sandboxes.host import take_share
+try:
+    print(*take_share(Path(sys.argv[1]), sys.argv[2], Room(*map(int, sys.argv[4:])), sys.argv[3]), flush=True)
+except BadInput as error:
+    raise SystemExit(f"refused: {error}")
+sys.stdin.read()
+"""
+
+
+class Servers:
+    """Processes that promise, and nothing else."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.alive: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, text: str, host: Room = HOST) -> str:
+        """What it promises, or why it does not."""
+        argv = [sys.executable, "-c", PROGRAM, str(self.home), name, text, *map(str, host)]
+        pipe = subprocess.PIPE
+        self.alive[name] = process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        assert process.stdout is not None and process.stderr is not None
+        return process.stdout.readline().strip() or process.stderr.read().strip()
+
+    def kill(self, name: str) -> None:
+        with self.alive.pop(name) as process:
+            process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    made = Servers(tmp_path)
+    yield made
+    for name in list(made.alive):
+        made.kill(name)
+
+
+def test_one_alone_has_the_host_and_a_second_is_refused_by_name(servers: Servers) -> None:
+    assert servers.start("13300", "") == "4000 8000 1000 9000"
+    said = servers.start("13301", "")
+    assert "13300 promises milli_cpus 4,000, memory_mb 8,000, pids 1,000, disk_mb 9,000" in said
+    assert "left are milli_cpus 0" in said and "of milli_cpus, memory_mb, pids, disk_mb, by --promise 50%" in said
+    servers.kill("13300")
+    assert servers.start("13302", "cpus=3") == "3000 8000 1000 9000", "a dead one promises nothing"
+
+
+def test_shares_add_up_to_the_host_and_no_further(servers: Servers) -> None:
+    assert servers.start("a", "50%") == servers.start("b", "50%") == "2000 4000 500 4500"
+    assert "left are milli_cpus 0, memory_mb 0, pids 0, disk_mb 0" in servers.start("c", "1%")
+    servers.kill("a")
+    assert "of memory_mb, by" in servers.start("c", "cpus=1,memory_mb=4001,pids=1,disk_mb=1")
+    assert servers.start("c", "cpus=1,memory_mb=4000,pids=1,disk_mb=1") == "1000 4000 1 1"
+    assert "left are milli_cpus 1,000, memory_mb 0, pids 499, disk_mb 4,499" in servers.start("a", "50%")
+
+
+def test_more_than_the_host_is_refused_of_one_too(servers: Servers) -> None:
+    assert (
+        "this host has milli_cpus 4,000" in (said := servers.start("a", "cpus=5")) and "part of milli_cpus, by" in said
+    )
+
+
+def test_disk_that_others_used_meanwhile_counts_once(servers: Servers) -> None:
+    assert servers.start("a", "50%") == "2000 4000 500 4500"
+    assert servers.start("b", "50%", HOST._replace(disk_mb=6_000)) == "2000 4000 500 4500"
+
+
+def test_a_promise_is_its_owners_alone_to_read(servers: Servers) -> None:
+    servers.start("a", "")
+    folder = servers.home / "promises" / os.uname().nodename
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("given", ["", "cpus=8,memory_mb=1000", "50%"])
+@pytest.mark.parametrize(("kind", "docker"), [("daytona", ""), ("kubernetes", ""), ("docker", "tcp://10.0.0.1:2375")])
+def test_elsewhere_all_must_be_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, docker: str, given: str
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", docker or "unix:///var/run/docker.sock")
+    with pytest.raises(BadInput, match=r"memory_mb|pids, disk_mb|as NAME=WHOLE NUMBER"):
+        promise_of(parse_args(["--provider", kind, "--promise", given]), tmp_path)
+    whole = "cpus=8,memory_mb=1000,pids=100,disk_mb=10"
+    assert promise_of(parse_args(["--provider", kind, "--promise", whole]), tmp_path) == Room(8_000, 1_000, 100, 10)
+    assert not (tmp_path / "promises").exists(), "it is not this host's"
+
+
+def test_what_is_missing_is_named_with_the_fix() -> None:
+    with pytest.raises(BadInput, match=r"does not say pids, disk_mb: .*give cpus=N,memory_mb=N,pids=N,disk_mb=N"):
+        promised("cpus=8,memory_mb=1000", None)
+
+
+def test_what_runs_here(tmp_path: Path) -> None:
+    here = host_room(tmp_path)
+    assert room_of("bubblewrap", tmp_path, {}) == room_of("docker", tmp_path, {}) == here
+    assert room_of("docker", tmp_path, {"DOCKER_HOST": "unix:///run/docker.sock"}) == here
