@@ -254,6 +254,7 @@ class Attempts:
             "warm_starts": waves.warm,
             "room": reservations.room._asdict(),
             "room_left": reservations.left._asdict(),
+            "promised_to": len(reservations.held),
             "queue_limit": self.queue_limit,
             "outcomes": {str(name): count for name, count in self.outcomes.items()},
             "losses": {str(name): count for name, count in self.losses.items()},
