@@ -19,6 +19,8 @@ from infra.local.proc import INSTANCE_ENV, SERVICE_ENV
 from rl360.config.services import Secrets, Services
 from rl360.engines.launchers.options import EngineOptions
 from rl360.errors import BadInput
+from rl360.sandboxes.admission import BOUNDLESS
+from rl360.sandboxes.host import promised
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "rl360"
@@ -374,6 +376,7 @@ def judge_key(options: UpOptions) -> dict[str, str]:
 
 def _sandbox(options: UpOptions) -> Spec:
     port = options.ports["sandbox"]
+    promised(options.promise, BOUNDLESS)
     single = {"--judge-url": options.judge_url, "--judge-key-env": options.judge_key_env, "--promise": options.promise}
     given = [part for flag, value in single.items() if value for part in (flag, value)]
     for flag, values in (

@@ -72,9 +72,7 @@ def up(
     harbor: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Real Harbor's agents, of `rl360 harbor setup`.")
     ] = None,
-    promise: Annotated[
-        str, typer.Option(metavar="SHARE%", help="What sandboxes may reserve of this host, e.g. 50% (default: all).")
-    ] = "",
+    promise: Annotated[str, typer.Option(metavar="SHARE%", help="Of this host, for sandboxes (default: all).")] = "",
     trainer_ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 1,
     home: HomeOption = None,
     port_base: Annotated[int | None, typer.Option(help="Put all ports in a block from here.")] = None,
@@ -94,15 +92,12 @@ def up(
     from rl360.agents.registry import agents_of
     from rl360.harbor.judge import judge_address
     from rl360.harbor.real.place import require_ready
-    from rl360.sandboxes.admission import BOUNDLESS
-    from rl360.sandboxes.host import promised
 
     if judge_url:
         judge_address(judge_url)  # before it stands in a file or in the arguments of a service
     elif judge_key_env:
         raise BadInput("--judge-key-env says nothing without --judge-url")
     agents_of(agent or (), harness or ())  # refused here, not by a service that does not start
-    promised(promise, BOUNDLESS)
     if harbor is not None:
         require_ready(harbor)
     folder = _home(home)

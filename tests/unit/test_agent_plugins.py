@@ -180,3 +180,5 @@ def test_what_up_is_given_reaches_the_sandbox_server(tmp_path: Path) -> None:
     args = parse_args(list(argv[argv.index("rl360.harbor.server") + 1 :]))
     assert (args.agent, args.harness) == (list(given["agents"]), list(given["harnesses"]))
     assert (args.harbor, args.promise) == (Path("/harbor"), "50%")
+    with pytest.raises(BadInput, match="'half': give cpus, memory_mb"):
+        _sandbox(UpOptions(home=str(tmp_path), promise="half"))
