@@ -248,7 +248,8 @@ class FakeDocker(Fake):
         if "busy" in image:
             return web.json_response({"message": "toomanyrequests: the registry's limit"}, status=500)
         if "denied" in image:
-            return web.json_response({"message": "No such image: pull access denied"}, status=404)
+            said = f"pull access denied for {image}, repository does not exist or may require 'docker login'"
+            return web.json_response({"message": said}, status=404)
         self.pulled.add(image)
         return web.Response(text='{"status":"Pulling"}\r\n{"status":"Download complete"}\r\n')
 
@@ -407,6 +408,7 @@ class FakeKubernetes(Fake):
     def __init__(self, folder: Path) -> None:
         self.has_policy = True
         self.pulls_fail = 0  # looks at a pod while its image does not come
+        self.pull_says = "toomanyrequests"
         self.deletes_after_s = 0.0
         super().__init__(folder)
 
@@ -434,7 +436,7 @@ class FakeKubernetes(Fake):
         state = {"running": {}} if box.running else {"waiting": {"reason": "ContainerCreating"}}
         if self.pulls_fail > 0:
             self.pulls_fail, box.running = self.pulls_fail - 1, False
-            state = {"waiting": {"reason": "ErrImagePull", "message": "toomanyrequests"}}
+            state = {"waiting": {"reason": "ErrImagePull", "message": self.pull_says}}
         if box.oom:
             state = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
         phase = "Failed" if box.oom else "Running" if box.running else "Pending"

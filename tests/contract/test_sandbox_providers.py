@@ -446,7 +446,7 @@ def test_docker_pulls_and_says_what_cannot_be_pulled(tmp_path: Path) -> None:
     async def body(provider: RemoteProvider) -> None:
         sandbox = await provider.create(await spec_of(provider, image="registry:5000/a/b:1"))
         assert (await sandbox.stop()).confirmed and "registry:5000/a/b:1" in fake.pulled
-        tried = (("missing", "manifest unknown", True), ("busy", "toomanyrequests", True), ("denied", "denied", False))
+        tried = (("missing", "manifest unknown", False), ("busy", "toomanyrequests", True), ("denied", "denied", False))
         for image, words, refused in tried:
             with pytest.raises(SandboxStartError, match=words) as failed:
                 await provider.create(await spec_of(provider, f"demo/{image}", image=image))
@@ -481,6 +481,12 @@ def test_kubernetes_needs_its_network_policy_and_waits_for_the_end_of_a_pod(tmp_
         with pytest.raises(SandboxStartError, match="ErrImagePull: toomanyrequests") as failed:
             await provider.create(await spec_of(provider, "demo/not-pulled", start_timeout_s=1.0))
         assert failed.value.refused and failed.value.proof is not None and failed.value.proof.confirmed
+        fake.pull_says = 'failed to resolve reference "docker.io/demo/none:1": docker.io/demo/none:1: not found'
+        started = time.monotonic()
+        with pytest.raises(SandboxStartError, match=r"ErrImagePull: .*not found") as failed:
+            await provider.create(await spec_of(provider, "demo/none", image="demo/none:1", start_timeout_s=20.0))
+        assert not failed.value.refused and failed.value.proof is not None and failed.value.proof.confirmed
+        assert time.monotonic() - started < 10.0, "nobody waits for what there is not"
         fake.pulls_fail, fake.deletes_after_s = 0, 2.0
         sandbox = await provider.create(await spec_of(provider, "demo/two"))
         slow = await sandbox.stop(0.5)

@@ -19,7 +19,7 @@ from rl360.sandboxes.providers.remote import Box, RemoteProvider
 class Scripted:
     """A system with at most one sandbox. `ends`: how many askings for its end it leaves without an answer."""
 
-    kind = "scripted"
+    kind, image = "scripted", "i"
 
     def __init__(self, ends: int = 0, start: Exception | None = None, fill: BaseException | None = None) -> None:
         self.ends, self.failing_start, self.failing_fill = ends, start, fill
@@ -141,3 +141,22 @@ def test_a_start_that_is_cancelled_leaves_its_proof(
         await provider.aclose()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("manifest for denied/rate:1 not found: manifest unknown: manifest unknown", 404),
+        ("pull access denied for denied/rate, repository does not exist or may require 'docker login'", 404),
+        ("Head https://registry/v2/x/manifests/1: unauthorized: authentication required", 404),
+        ("unexpected status from HEAD request to https://registry/v2/x: 403 Forbidden", 404),
+        ("no matching manifest for linux/arm64/v8 in the manifest list entries", 404),
+        ("toomanyrequests: You have reached your unauthenticated pull rate limit", 429),
+        ("denied: pull rate exceeded", 429),
+        ("unexpected status from HEAD request to https://registry/v2/denied/rate:1: 503 Service Unavailable", 429),
+        ("failed to do request: dial tcp: lookup registry on 10.0.0.10:53: i/o timeout", 429),
+        ('Back-off pulling image "denied/rate:1"', 429),
+    ],
+)
+def test_what_a_failed_pull_counts_as(said: str, status: int) -> None:
+    assert remote.pull_status(said, "denied/rate:1") == status

@@ -17,10 +17,20 @@ from urllib.parse import quote
 import orjson
 
 from rl360.errors import BadInput, ServiceError
-from rl360.http_api import Api, Endpoint, NoAnswer, Refused
+from rl360.http_api import Api, Endpoint, Refused
 from rl360.sandboxes.leases import Lease
 from rl360.sandboxes.provider import SandboxNeeds
-from rl360.sandboxes.providers.remote import AGENT_UID, KEEP_ALIVE, PULLS_REFUSED, Box, Lost, Order, Output, limited
+from rl360.sandboxes.providers.remote import (
+    AGENT_UID,
+    KEEP_ALIVE,
+    NO_IMAGE,
+    Box,
+    Lost,
+    Order,
+    Output,
+    limited,
+    pull_status,
+)
 from rl360.sandboxes.providers.tars import Hostile, Part, pack
 
 VERSION = "/v1.43"
@@ -107,8 +117,7 @@ class Docker:
         return Box(ident, order.spec)
 
     async def _pull(self, image: str, deadline_s: float) -> None:
-        """Its failure is in the stream or the status. Said as a rate's, for registries fail when asked too much;
-        only a 4xx (no such image, no right to it) stays what it is."""
+        """Its failure is in the stream or the status, in words that are the registry's (`pull_status`)."""
         name, _, tag = image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
         path = f"/images/create?fromImage={quote(name, safe='')}&tag={quote(tag, safe='')}"
         last = b""
@@ -116,13 +125,16 @@ class Docker:
             async with self.api.stream("POST", path, deadline_s) as reply:
                 async for chunk in reply.aiter_bytes():
                     last = (last + chunk)[-4096:]
-        except (Refused, NoAnswer) as error:
-            if isinstance(error, Refused) and error.status < 500:
-                raise
-            raise Refused(f"{error}; image {image} cannot be pulled", PULLS_REFUSED) from None
+        except (Refused, ServiceError) as error:
+            status = (
+                error.status if isinstance(error, Refused) and error.status < 500 else pull_status(str(error), image)
+            )
+            status = NO_IMAGE if status in (401, 403) else status
+            raise Refused(f"{error}; image {image} cannot be pulled", status) from None
         if b'"error"' in last:
             said = last.decode("utf-8", "replace")[-300:]
-            raise Refused(f"Docker daemon: image {image} cannot be pulled: {said}", PULLS_REFUSED)
+            text = f"Docker daemon: image {image} cannot be pulled: {said}"
+            raise Refused(text, pull_status(said, image))
 
     async def fill(self, box: Box, parts: list[Part], scratch: IO[bytes], deadline_s: float) -> None:
         """Into the container before it runs; then it is started."""

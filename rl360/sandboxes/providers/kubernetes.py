@@ -35,12 +35,13 @@ from rl360.sandboxes.providers.remote import (
     KEEP_ALIVE,
     KILL_ALL,
     LOGS_DIR,
-    PULLS_REFUSED,
+    NO_IMAGE,
     Box,
     Lost,
     Order,
     Output,
     limited,
+    pull_status,
 )
 from rl360.sandboxes.providers.tars import Hostile, Part, pack
 
@@ -54,7 +55,7 @@ CHUNK = 1 << 18
 STDIN, STDOUT, STDERR, ERROR = 0, 1, 2, 3
 PROTOCOL = "v4.channel.k8s.io"
 NO_SUCH_PATH = 66
-PULL_WAITS = ("ErrImagePull", "ImagePullBackOff")  # the kubelet tries again
+PULL_WAITS = ("ErrImagePull", "ImagePullBackOff")
 BAD_WAITS = ("InvalidImageName", "CreateContainerError", "CreateContainerConfigError")
 LAST_S = 0.5  # to say that the image did not come, before whoever asked stops waiting
 
@@ -139,8 +140,10 @@ class Pods:
         made = await self._create(self._pod(order), until)
         pause_s, longest_s = READY_S
         while not _ready(made):
-            if time.monotonic() + pause_s + LAST_S > until and (waits := _waits(made, PULL_WAITS)):
-                raise Refused(f"pod {order.name}: {waits}", PULLS_REFUSED)
+            if waits := _waits(made, PULL_WAITS):  # the kubelet tries again, but not what no registry has
+                status = pull_status(waits, order.spec.image or self.image)
+                if status == NO_IMAGE or time.monotonic() + pause_s + LAST_S > until:
+                    raise Refused(f"pod {order.name}: {waits}", status)
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 1.5 * pause_s)
             made = await self._known(order.name, until - time.monotonic())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import tarfile
 import tempfile
 import time
@@ -49,7 +50,14 @@ KILL_S = 10.0  # to end what runs inside
 KILL_ALL = "kill -9 -1"  # all but PID 1 and the shell itself, in one system call
 UNDO_S = 15.0
 TOO_MUCH = (403, 429, 503)  # a quota, a rate
-PULLS_REFUSED = 429  # an image that does not come: the registry is asked too much, or whoever pulls from it
+# an image that does not come: the registry is asked too much, or whoever pulls from it; or there is none for us
+PULLS_REFUSED, NO_IMAGE = 429, 404
+_TOO_MUCH = re.compile(r"too ?many ?requests|\b(rate|quota|limit|429)\b", re.IGNORECASE)
+_NO_IMAGE = re.compile(
+    r"not found|(manifest|name|repository) unknown|does not exist|no matching manifest|invalid reference"
+    r"|unauthorized|authentication required|denied|forbidden|authorization failed",
+    re.IGNORECASE,
+)
 LATE_S = 900.0  # how long a create without an answer is looked for
 CARRY_S = 60.0
 POLL_S = 0.2
@@ -417,6 +425,12 @@ def _parts(spec: SandboxSpec) -> list[Part]:
 def deployment_of(token: str) -> str:
     """The label of a deployment: from its token, so that all its servers have it and nobody learns the token by it."""
     return sha256(f"rl360 sandboxes {token}".encode()).hexdigest()[:16]
+
+
+def pull_status(said: str, image: str) -> int:
+    """What a failed pull counts as, by the words of whoever failed: no two systems have a code for it."""
+    said = said.replace(image, "").replace(re.sub(r"[:@][^/]*$", "", image), "")
+    return NO_IMAGE if _NO_IMAGE.search(said) and not _TOO_MUCH.search(said) else PULLS_REFUSED
 
 
 def limited(limits: SandboxLimits, command: str) -> list[str]:
