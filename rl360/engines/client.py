@@ -15,13 +15,16 @@ import os
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import orjson
 
 from rl360.config.services import home_dir, load_services, service_token
 from rl360.errors import BadInput, ServiceError
+
+if TYPE_CHECKING:
+    from rl360.weights.messages import TensorSpec
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 EPOCH_HEADER = "X-RL360-Epoch"
@@ -44,15 +47,6 @@ def deployment_token() -> str | None:
     if os.environ.get("RL360_TOKEN_FILE") or (home / "token").exists():
         return service_token()
     return load_services(home).secrets().token if (home / "secrets.json").exists() else None
-
-
-def headers_for(url: str) -> dict[str, str]:
-    """What a command shows at the engine that a person named: the token, when the services name it as one of ours."""
-    if not (home_dir() / "services.json").exists():
-        return {}
-    ours = {engine.rstrip("/") for engine in load_services().engine_urls}
-    token = deployment_token() if url.rstrip("/") in ours else None
-    return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
 class EngineSilent(ServiceError):
@@ -80,18 +74,7 @@ class Pulled:
     seconds: float
 
 
-class Tensor(Protocol):
-    """What a distributed update says about each tensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-def check_tensors(tensors: Sequence[Tensor], known: Mapping[str, Tensor]) -> None:
+def check_tensors(tensors: Sequence[TensorSpec], known: Mapping[str, TensorSpec]) -> None:
     """Refuse what an engine would swallow or die of: unknown names, other shapes, other dtypes, repeats."""
     if not tensors:
         raise BadInput("update without tensors: name at least one")
@@ -161,11 +144,11 @@ class EngineClient:
         try:
             value = orjson.loads(reply.content)
         except orjson.JSONDecodeError:
-            raise EngineRefused(f"engine {self.url}{path}: reply is not JSON: {reply.text[:80]!r}", 200) from None
+            raise EngineRefused(f"engine {self.url}{path}: reply is not JSON: {reply.text[:80]!r}") from None
         if not isinstance(value, dict):
-            raise EngineRefused(f"engine {self.url}{path}: reply is a {type(value).__name__}, expected an object", 200)
+            raise EngineRefused(f"engine {self.url}{path}: reply is a {type(value).__name__}, expected an object")
         if value.get("success") is False:
-            raise EngineRefused(f"engine {self.url}{path}: {value.get('message', 'success=false')}", 200)
+            raise EngineRefused(f"engine {self.url}{path}: {value.get('message', 'success=false')}")
         return value
 
     async def ping(self, deadline_s: float | None = None) -> None:
@@ -233,7 +216,7 @@ class EngineClient:
         return True
 
     async def update_from_distributed(
-        self, tensors: Sequence[Tensor], known: Mapping[str, Tensor], group: str, deadline_s: float
+        self, tensors: Sequence[TensorSpec], known: Mapping[str, TensorSpec], group: str, deadline_s: float
     ) -> None:
         """Receive these tensors, back to back in one broadcast from rank 0, and load them. Never sets the version."""
         check_tensors(tensors, known)
@@ -248,7 +231,7 @@ class EngineClient:
         await self._ask("POST", "/update_weights_from_distributed", body, deadline_s)
 
     async def update_from_tensor(
-        self, tensors: Sequence[Tensor], known: Mapping[str, Tensor], handle: str, deadline_s: float
+        self, tensors: Sequence[TensorSpec], known: Mapping[str, TensorSpec], handle: str, deadline_s: float
     ) -> None:
         """Load these tensors from memory of this host. `handle`: what SGLang unpickles into them, base64."""
         check_tensors(tensors, known)
@@ -260,11 +243,9 @@ class EngineClient:
         reply = await self._ask("GET", f"/remote_instance_transfer_engine_info?rank={rank}", None, deadline_s)
         return reply.get("remote_instance_transfer_engine_info")
 
-    async def update_from_disk(self, folder: str, version: str | None = None, deadline_s: float | None = None) -> None:
-        """Load a directory on its host. The engine keeps what it calls its weights unless a version is named."""
-        body: dict[str, Any] = {"model_path": folder, "flush_cache": False}
-        if version is not None:
-            body["weight_version"] = version
+    async def update_from_disk(self, folder: str, deadline_s: float | None = None) -> None:
+        """Load a directory on its host. The engine keeps what it calls its weights."""
+        body = {"model_path": folder, "flush_cache": False}
         await self._ask("POST", "/update_weights_from_disk", body, deadline_s)
 
     async def door(self, deadline_s: float | None = None) -> dict[str, Any] | None:
@@ -291,7 +272,7 @@ class EngineClient:
         try:
             return Pulled(str(reply["dir"]), int(reply["bytes"]), float(reply["seconds"]))
         except (KeyError, TypeError, ValueError):
-            raise EngineRefused(f"engine {self.url}/rl360/pull: unexpected reply {str(reply)[:200]}", 200) from None
+            raise EngineRefused(f"engine {self.url}/rl360/pull: unexpected reply {str(reply)[:200]}") from None
 
     def _epoch_for(self, what: str) -> int:
         if self.epoch is None:
@@ -312,11 +293,10 @@ class EngineClient:
         reply = await self._ask("POST", path, {"action": "checksum"}, deadline_s)
         ranks = reply.get("ranks")
         if not isinstance(ranks, list) or not ranks or not isinstance(ranks[0].get("checksums"), dict):
-            raise EngineRefused(f"engine {self.url}{path}: reply has no ranks[0].checksums", 200)
+            raise EngineRefused(f"engine {self.url}{path}: reply has no ranks[0].checksums")
         if len(ranks) != 1:
             raise EngineRefused(
                 f"engine {self.url}{path}: {len(ranks)} tensor-parallel ranks; checksums of sharded engines can't be "
-                "compared with the trainer's, use --tp 1",
-                200,
+                "compared with the trainer's, use --tp 1"
             )
         return {str(name): str(value) for name, value in ranks[0]["checksums"].items()}

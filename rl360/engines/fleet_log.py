@@ -200,25 +200,19 @@ def _check(slot: Slot | None, entry: Entry, event: Event, begins: bool) -> None:
         raise FleetConflict(f"{name} is incarnation {slot.incarnation} at {slot.url}, not {event.incarnation}")
 
 
+_KEPT = ("url", "launcher", "member", "incarnation", "process", "ref", "epoch", "version")
+
+
 def slot_after(event: Event) -> Slot:
     """The slot as an event that gives it back leaves it, for the events of the same entry that follow."""
-    kept = ("url", "launcher", "member", "incarnation", "process", "ref", "epoch", "version", "reason", "evidence")
-    return Slot(name=event.engine, state=event.to, **{name: getattr(event, name) for name in kept})
+    kept = {name: getattr(event, name) for name in (*_KEPT, "reason", "evidence")}
+    return Slot(name=event.engine, state=event.to, **kept)
 
 
 def change(slot: Slot, to: EngineState, reason: str, **more: Any) -> Event:
     """The event that moves `slot` to `to` and leaves everything else as it is, but for what `more` names."""
-    kept: dict[str, Any] = {
-        name: getattr(slot, name) for name in ("url", "incarnation", "launcher", "member", "process")
-    }
-    kept |= {
-        "engine": slot.name,
-        "was": slot.state,
-        "ref": dict(slot.ref),
-        "epoch": slot.epoch,
-        "version": slot.version,
-    }
-    return Event(**kept | {"to": to, "reason": reason} | more)
+    kept: dict[str, Any] = {name: getattr(slot, name) for name in _KEPT}
+    return Event(**kept | {"engine": slot.name, "was": slot.state, "to": to, "reason": reason} | more)
 
 
 def walk(slot: Slot, states: Iterable[EngineState], reason: str, **more: Any) -> list[Event]:

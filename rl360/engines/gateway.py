@@ -38,11 +38,14 @@ class GatewayClient:
         self.deadline_s = deadline_s
         self._http = http
 
-    async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
+    async def _call(
+        self, method: str, path: str, body: object = None, doing: str = "", fine: Collection[int] = ()
+    ) -> httpx.Response:
+        """The answer; `ServiceError` when there is none, or one that is not `fine` for `doing` this (empty: any is)."""
         try:
             content = None if body is None else orjson.dumps(body)
             async with asyncio.timeout(self.deadline_s + TRICKLE_S):
-                return await self._http.request(
+                reply = await self._http.request(
                     method,
                     self.url + path,
                     content=content,
@@ -54,6 +57,9 @@ class GatewayClient:
                 f"gateway {self.url}{path}: no answer within {self.deadline_s:g} s ({type(error).__name__}); "
                 "is it up? try `rl360 status`"
             ) from None
+        if fine and reply.status_code not in fine:
+            raise ServiceError(f"gateway {self.url}: {doing} answered {reply.status_code}: {reply.text[:200]}")
+        return reply
 
     async def workers(self) -> list[Worker]:
         """All workers, those being removed included."""
@@ -86,11 +92,9 @@ class GatewayClient:
             # a worker still draining from an earlier removal keeps its URL taken (409): ask again once it is gone
             if worker is None and time.monotonic() - asked_at > 1.0:
                 asked_at = time.monotonic()
-                reply = await self._call("POST", "/workers", {"url": engine_url} | key)
-                if reply.status_code not in (200, 201, 202, 409):
-                    raise ServiceError(
-                        f"gateway {self.url}: adding {engine_url} answered {reply.status_code}: {reply.text[:200]}"
-                    )
+                await self._call(
+                    "POST", "/workers", {"url": engine_url} | key, f"adding {engine_url}", (200, 201, 202, 409)
+                )
             await asyncio.sleep(_POLL_S)
 
     async def keep_only(self, engine_urls: Collection[str], deadline_s: float) -> list[str]:
@@ -113,9 +117,6 @@ class GatewayClient:
                 raise ServiceError(f"gateway {self.url}: {engine_url} still {worker.status} after {deadline_s:g} s")
             may()
             found = True
-            reply = await self._call("DELETE", f"/workers/{worker.worker_id}")
-            if reply.status_code not in (200, 202, 204, 404):
-                raise ServiceError(
-                    f"gateway {self.url}: removing {engine_url} answered {reply.status_code}: {reply.text[:200]}"
-                )
+            path = f"/workers/{worker.worker_id}"
+            await self._call("DELETE", path, None, f"removing {engine_url}", (200, 202, 204, 404))
             await asyncio.sleep(_POLL_S)

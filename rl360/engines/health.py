@@ -15,10 +15,20 @@ from pathlib import Path
 import httpx
 import orjson
 
-from rl360.engines.client import TRICKLE_S, EngineClient, EngineSilent
+from rl360.config.services import home_dir, load_services
+from rl360.engines.client import TRICKLE_S, EngineClient, EngineSilent, deployment_token
 from rl360.engines.fleet import EngineIdentity, incarnation_of
 from rl360.engines.processes import tree_of_url
 from rl360.errors import BadInput, ServiceError
+
+
+def headers_for(url: str) -> dict[str, str]:
+    """What a command shows at the engine that a person named: the token, when the services name it as one of ours."""
+    if not (home_dir() / "services.json").exists():
+        return {}
+    ours = {engine.rstrip("/") for engine in load_services().engine_urls}
+    token = deployment_token() if url.rstrip("/") in ours else None
+    return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
 @dataclass(frozen=True)

@@ -326,6 +326,23 @@ def keeper_is_gone(store: fence.Store, keeper: str, reason: str, by: str) -> Non
     store.put_once(f"{KEEPERS}{token}/gone.json", orjson.dumps(word))
 
 
+def confirm_gone(store: fence.Store, url: str, reason: str, by: str) -> list[fence.GoneConfirmation]:
+    """Record a person's word for each incarnation at `url` that an open intent names; `BadInput` when none does."""
+    if not reason.strip():
+        raise BadInput("confirm-gone needs a reason: say how you know that the engine is gone")
+    written = [
+        fence.write_gone(store, engine.url, engine.incarnation, intent.epoch, reason, by)
+        for intent in fence.open_intents(store)
+        for engine in intent.engines
+        if engine.url == url.rstrip("/") and not fence.is_gone_confirmed(store, engine)
+    ]
+    if not written:
+        raise BadInput(
+            f"engine {url}: no unfinished push names it, so there is nothing to confirm (`rl360 fleet status`)"
+        )
+    return written
+
+
 def is_gone(
     store: fence.Store, log: FleetLog, name: str, url: str, now: EngineIdentity | None, reason: str, by: str
 ) -> list[str]:
@@ -344,7 +361,7 @@ def is_gone(
     if slot is not None and not (fenced or replaced or unsaid):
         raise BadInput(f"{name} is {slot.state}: nothing to confirm; it is not fenced, and no unfinished push names it")
     if unsaid or slot is None or not (fenced or replaced):
-        words = fence.confirm_gone(store, url, reason, by=by)  # an error when there is nothing to confirm
+        words = confirm_gone(store, url, reason, by)  # an error when there is nothing to confirm
         told = [f"{w.url} incarnation {w.incarnation} of push epoch {w.epoch} is gone; now resume" for w in words]
     if slot is None or not (fenced or replaced):
         return told
@@ -362,15 +379,7 @@ def is_gone(
     if fenced is not None and not fenced.incarnation:
         told.append(f"{name}, which never answered, is gone")
     elif fenced is not None:
-        word = fence.GoneConfirmation(
-            url=url,
-            incarnation=fenced.incarnation,
-            epoch=fenced.epoch or 0,
-            reason=reason.strip(),
-            by=by,
-            confirmed_at=time.time(),
-        )
-        store.put_once(fence.gone_key(url, fenced.incarnation), word.model_dump_json().encode())
+        fence.write_gone(store, url, fenced.incarnation, fenced.epoch or 0, reason, by)
         told.append(f"{url} incarnation {fenced.incarnation} is gone")
     _act(log, name, by, 0.0, decide, word=evidence if fenced is not None else "", longer="")
     return [*told, *(f"{item.url} incarnation {item.incarnation} is gone" for item in replaced)]

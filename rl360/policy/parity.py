@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from rl360.engines.client import headers_for
+from rl360.engines.health import headers_for
 from rl360.errors import BadInput, ServiceError
 
 PARITY_LIMIT = 1e-4

@@ -276,30 +276,13 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def confirm_gone(store: Store, url: str, reason: str, by: str) -> list[GoneConfirmation]:
-    """Record a person's word for each incarnation at `url` that an open intent names; `BadInput` when none does."""
-    if not reason.strip():
-        raise BadInput("confirm-gone needs a reason: say how you know that the engine is gone")
-    written = []
-    for intent in open_intents(store):
-        for engine in intent.engines:
-            if engine.url != url.rstrip("/") or is_gone_confirmed(store, engine):
-                continue
-            word = GoneConfirmation(
-                url=engine.url,
-                incarnation=engine.incarnation,
-                epoch=intent.epoch,
-                reason=reason.strip(),
-                by=by,
-                confirmed_at=time.time(),
-            )
-            store.put_once(gone_key(engine.url, engine.incarnation), word.model_dump_json().encode())
-            written.append(word)
-    if not written:
-        raise BadInput(
-            f"engine {url}: no unfinished push names it, so there is nothing to confirm (`rl360 fleet status`)"
-        )
-    return written
+def write_gone(store: Store, url: str, incarnation: str, epoch: int, reason: str, by: str) -> GoneConfirmation:
+    """Keep a person's word that this incarnation, a receiver of that push, is gone."""
+    word = GoneConfirmation(
+        url=url, incarnation=incarnation, epoch=epoch, reason=reason.strip(), by=by, confirmed_at=time.time()
+    )
+    store.put_once(gone_key(url, incarnation), word.model_dump_json().encode())
+    return word
 
 
 def check_version_advances(store: Store, run: str, version: str) -> None:

@@ -9,7 +9,8 @@ The record of a push, `PushRecord`, is what the store keeps in `push.json`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
@@ -65,10 +66,7 @@ class TensorSpec(Data):
 
     @property
     def size_bytes(self) -> int:
-        count = 1
-        for dim in self.sent_shape:
-            count *= dim
-        return count * (4 if self.dtype == "float32" else 2)
+        return math.prod(self.sent_shape) * (4 if self.dtype == "float32" else 2)
 
 
 class Bucket(Data):
@@ -180,21 +178,20 @@ class PushPlan(Data):
                 )
         return self
 
-    def _parcels(self) -> Iterator[Bucket]:
+    def _sent(self) -> Iterator[Bucket]:
+        """A broadcast bucket once, a delivery's each time."""
+        yield from self.buckets
+        for delivery in self.deliveries:
+            yield from delivery.buckets
+
+    def _parcels(self) -> Iterable[Bucket]:
         """Every bucket once, whoever gets it."""
-        seen: set[int] = set()
-        for bucket in (*self.buckets, *(bucket for delivery in self.deliveries for bucket in delivery.buckets)):
-            if id(bucket) not in seen:
-                seen.add(id(bucket))
-                yield bucket
+        return {id(bucket): bucket for bucket in self._sent()}.values()
 
     @property
     def total_bytes(self) -> int:
         """Payload that leaves the trainer: a broadcast bucket counts once, a delivery each time."""
-        return sum(
-            bucket.size_bytes
-            for bucket in (*self.buckets, *(bucket for delivery in self.deliveries for bucket in delivery.buckets))
-        )
+        return sum(bucket.size_bytes for bucket in self._sent())
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

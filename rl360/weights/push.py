@@ -368,8 +368,8 @@ class _Push:
                 await self.clear_out(receivers, frozen.probes)
                 if len(receivers.slots) < self.config.min_engines:
                     raise self.too_few(receivers.slots, frozen.probes)
-            report = await self.deliver(receivers, held, stale)
-            record = self.record(receivers, held, report).compared(last)
+            report, rounds = await self.deliver(receivers, held, stale)
+            record = self.record(receivers, held, report, rounds).compared(last)
             return await self.publish(record)
         finally:
             if record is None:
@@ -388,8 +388,9 @@ class _Push:
         slots = [slot(engine) for engine in intent.engines]
         return Receivers(self.store, self.gateway, self.ends, intent, slots, least, call_s, self.probe_deadline_s)
 
-    async def deliver(self, receivers: Receivers, held: ChecksumReply, stale: list[str]) -> _Delivery:
-        """prepare -> pause -> transfer -> confirm -> serve. From the pause on all of it has one deadline."""
+    async def deliver(self, receivers: Receivers, held: ChecksumReply, stale: list[str]) -> tuple[TransferReport, int]:
+        """prepare -> pause -> transfer -> confirm -> serve: the last report, and the transfers it took. From the pause
+        on all of it has one deadline."""
         epoch = receivers.intent.epoch
         if self.transport.on_disk:
             with self.phase("prepare"):
@@ -415,7 +416,7 @@ class _Push:
                 f"push of {self.version}: in its phase {self.now} engines had been paused for {limit_s:g} s, which is "
                 "push.deadline_s; raise it if a push may take longer"
             ) from None
-        return _Delivery(report, rounds)
+        return report, rounds
 
     def choose_transport(self, last: PushRecord | None) -> None:
         self.transport, self.base_version = Transport(self.config.transport), None
@@ -508,8 +509,8 @@ class _Push:
         reason = f"held since epoch {last.epoch}"
         return last.model_copy(update={**idle, "run": self.run, "step": self.step, "reason": reason})
 
-    def record(self, receivers: Receivers, held: ChecksumReply, delivery: _Delivery) -> PushRecord:
-        serving, taken = receivers.in_state(EngineState.SERVING), delivery.report.engines
+    def record(self, receivers: Receivers, held: ChecksumReply, report: TransferReport, rounds: int) -> PushRecord:
+        serving, taken = receivers.in_state(EngineState.SERVING), report.engines
         full = self.transport is Transport.DISK_DELTA and all(engine.whole for engine in taken)
         return self._record(
             receivers,
@@ -517,11 +518,11 @@ class _Push:
             path=Transport.DISK_FULL if full else self.transport,
             calls_per_engine=max(engine.calls for engine in taken),
             control_calls=max(slot.control_calls for slot in serving),
-            bytes=delivery.report.sent_bytes,
+            bytes=report.sent_bytes,
             paused_s=max(slot.outcome().paused_s for slot in serving),
-            rounds=delivery.rounds,
+            rounds=rounds,
             flushed=self.config.pause_mode != "in_place",
-            group_reused=delivery.report.group_reused,
+            group_reused=report.group_reused,
             checksum=checksum_digest(held.checksums),
         )
 
@@ -575,11 +576,3 @@ class _Frozen:
     members: list[EngineIdentity]
     probes: list[Probe]
     dark: list[tuple[fence.Intent, EngineIdentity]]
-
-
-@dataclass(frozen=True)
-class _Delivery:
-    """How the weights travelled."""
-
-    report: TransferReport
-    rounds: int

@@ -214,7 +214,7 @@ class Receivers:
             await slot.ask(client.set_weight_version(version, deadline_s))
             held = await slot.ask(client.weight_version(deadline_s))
             if held != version:
-                raise EngineRefused(f"engine {slot.url}: says it holds {held!r} after being told {version!r}", 200)
+                raise EngineRefused(f"engine {slot.url}: says it holds {held!r} after being told {version!r}")
             if flush:
                 await slot.ask(client.flush_cache(deadline_s))
             await slot.ask(client.admit(version, deadline_s))
@@ -245,7 +245,7 @@ class Receivers:
         """Whoever restarted at this URL holds other weights: it must not get the traffic of the one that confirmed."""
         info = await slot.client.server_info(self.probe_deadline_s)
         if incarnation_of(info) != slot.identity.incarnation:
-            raise EngineRefused(f"engine {slot.url}: restarted during the push", 200)
+            raise EngineRefused(f"engine {slot.url}: restarted during the push")
 
     async def fence_off(self, slot: Slot, reason: str) -> None:
         """-> suspect -> fenced -> gone: out of the gateway, processes ended, end proven."""

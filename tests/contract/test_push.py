@@ -24,9 +24,10 @@ from safetensors.torch import load_file
 
 from rl360.config.run import PushConfig, RunConfig
 from rl360.config.services import Services
-from rl360.engines.client import EngineClient, deployment_token, headers_for, open_http
+from rl360.engines.client import EngineClient, deployment_token, open_http
 from rl360.engines.fleet import EngineState, Probe, probe_fleet
 from rl360.engines.gateway import GatewayClient
+from rl360.engines.health import headers_for
 from rl360.engines.processes import proof_of_end
 from rl360.store.layout import run_config_key, step_key
 from rl360.store.object_store import ObjectStore

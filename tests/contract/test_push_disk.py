@@ -202,7 +202,7 @@ def test_an_old_epoch_is_refused_and_changes_nothing(fleet: Fleet) -> None:
     other = str(fleet.rig.folder / "export-0")
     acts: list[Callable[[EngineClient], Coroutine[Any, Any, Any]]] = [
         lambda c: c.pause("abort"),
-        lambda c: c.update_from_disk(other, f"{RUN}:0"),
+        lambda c: c.update_from_disk(other),
         lambda c: c.set_weight_version("files:9"),
         lambda c: c.begin_weight_update(),
         lambda c: c.abort_all(),

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from rl360.config.services import Services
-from rl360.engines.client import headers_for
+from rl360.engines.health import headers_for
 from rl360.policy.parity import engine_logprobs
 from rl360.policy.tokenizer import VOCAB_SIZE
 from rl360.sessions.sample import MergedSample

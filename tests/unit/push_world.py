@@ -24,7 +24,7 @@ import pytest
 
 from rl360.config.run import PushConfig
 from rl360.config.services import Services
-from rl360.engines import fleet
+from rl360.engines import fleet, membership
 from rl360.engines.fleet import EngineState
 from rl360.engines.launchers import local
 from rl360.engines.processes import EndProof, ProcessTree, end_tree, host_id
@@ -520,7 +520,7 @@ class World:
         return outcome
 
     def confirm_gone(self, engine: Engine) -> None:
-        fence.confirm_gone(self.store, engine.url, "ended by hand", "someone")
+        membership.confirm_gone(self.store, engine.url, "ended by hand", "someone")
 
     def states(self, record: PushRecord) -> dict[str, EngineState]:
         return {self.engine(engine.identity.url).name: engine.state for engine in record.engines}

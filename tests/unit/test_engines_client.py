@@ -22,11 +22,11 @@ from rl360.engines.client import (
     EngineSilent,
     check_tensors,
     deployment_token,
-    headers_for,
     open_http,
 )
 from rl360.engines.fleet import EngineState, advance, incarnation_of, probe_engine
 from rl360.engines.gateway import GatewayClient
+from rl360.engines.health import headers_for
 from rl360.engines.processes import ProcessId, alive, end_tree, identify, proof_of_end, tree_of_pid, tree_of_url
 from rl360.errors import BadInput, Rl360Error, ServiceError
 from rl360.weights.messages import TensorSpec

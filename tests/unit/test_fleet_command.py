@@ -8,6 +8,7 @@ import pytest
 
 from rl360.commands.fleet import describe, engine_state, find_engine, known_engines, print_status
 from rl360.config.services import Services
+from rl360.engines import membership
 from rl360.engines.fleet import EngineIdentity, Probe
 from rl360.engines.fleet_log import FleetLog, FleetState
 from rl360.engines.members import members
@@ -142,15 +143,15 @@ def test_status_names_the_evidence_and_the_command(capsys: pytest.CaptureFixture
 def test_a_word_needs_a_reason_and_something_to_confirm() -> None:
     store = MemoryStore()
     with pytest.raises(BadInput, match="nothing to confirm"):
-        fence.confirm_gone(store, URL, "node off", "someone")
+        membership.confirm_gone(store, URL, "node off", "someone")
     unfinished(store)
     with pytest.raises(BadInput, match="needs a reason"):
-        fence.confirm_gone(store, URL, "  ", "someone")
-    (word,) = fence.confirm_gone(store, URL, "node off", "someone")
+        membership.confirm_gone(store, URL, "  ", "someone")
+    (word,) = membership.confirm_gone(store, URL, "node off", "someone")
     assert (word.incarnation, word.epoch, word.reason) == ("aa", 3, "node off")
     assert fence.is_gone_confirmed(store, IDENTITY)
     with pytest.raises(BadInput, match="nothing to confirm"):
-        fence.confirm_gone(store, URL, "again", "someone")
+        membership.confirm_gone(store, URL, "again", "someone")
 
 
 def test_of_two_pushes_one_takes_the_epoch() -> None:

@@ -15,7 +15,7 @@ from fake_engines import TENSORS, FakeEngine
 from safetensors.numpy import save_file
 from test_weights_push import SHORT, World, assert_serving
 
-from rl360.engines import fleet, launchers
+from rl360.engines import fleet, launchers, membership
 from rl360.engines.fleet import EngineIdentity, EngineState, incarnation_of
 from rl360.engines.fleet_log import KEEPERS, Event, FleetLog, burial, change, walk
 from rl360.engines.launchers.base import Handle
@@ -239,7 +239,7 @@ def test_an_engine_of_somebody_else_on_this_host_is_never_ended(
         theirs.faults["*"] = "500"
     assert theirs.process.poll() is None
     assert theirs.url not in world.gateway.urls()
-    fence.confirm_gone(world.store, theirs.url, "its owner stopped it", "someone")
+    membership.confirm_gone(world.store, theirs.url, "its owner stopped it", "someone")
     record = world.push(0)
     assert record.absent == (theirs.url,) and theirs.process.poll() is None
     assert_serving(world, ours, "demo:1")

@@ -315,7 +315,7 @@ def test_unproven_end_refuses_for_good_until_a_person_confirms(world: World) -> 
             world.push(0, SHORT)
         assert {path for path, _ in good.calls[before:]} <= {"/server_info", "/model_info", "/rl360/door"} | LETS_GO
     assert any("/unconfirmed/" in key for key in world.store.objects)
-    words = fence.confirm_gone(world.store, bad.url, "pod deleted", "someone")
+    words = membership.confirm_gone(world.store, bad.url, "pod deleted", "someone")
     assert [word.url for word in words] == [bad.url]
     record = world.push(0, SHORT)
     assert record.absent == (bad.url,)
@@ -326,7 +326,7 @@ def test_unproven_end_refuses_for_good_until_a_person_confirms(world: World) -> 
 def test_confirmed_gone_engine_never_comes_back_as_the_same_incarnation(world: World) -> None:
     world.local = False
     intent = world.leave_intent()
-    fence.confirm_gone(world.store, world.engines[0].url, "thought it was gone", "someone")
+    membership.confirm_gone(world.store, world.engines[0].url, "thought it was gone", "someone")
     record = world.push(0)
     assert [engine.identity.url for engine in record.engines] == [world.engines[1].url]
     assert world.engines[0].url not in world.gateway.urls()

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import orjson
 
-from rl360.engines.client import headers_for
+from rl360.engines.health import headers_for
 from rl360.errors import BadInput, ServiceError
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.families.check import TOOLS
