@@ -64,9 +64,9 @@ def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset
     return list(_checks(ledger, trained_before))
 
 
-def refuse_broken(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> None:
+def refuse_broken(ledger: StepLedger) -> None:
     """Raise `LedgerBroken` for the first check that does not hold."""
-    for check in _checks(ledger, trained_before):
+    for check in _checks(ledger, frozenset()):
         if not check.holds:
             raise LedgerBroken(f"{ledger.run} step {ledger.step}: {check.name}: {check.line()}")
 

@@ -8,7 +8,7 @@ pictures - is computed from this object alone (rl360.ledger.metrics), never from
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -148,20 +148,11 @@ class PushReport:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> PushReport:
-        """From the push record (`push.json`). Its `engines` are outcomes with a state; those serving are counted."""
+        """From what the push's manifest says; `engines` are the serving ones."""
         missing = [name for name in cls.__dataclass_fields__ if name not in record]
         if missing:
             raise LedgerBroken(f"the push record lacks {', '.join(missing)}")
-        engines = record["engines"]
-        if not isinstance(engines, int):
-            engines = sum(engine["state"] == "serving" for engine in engines)
-        return cls(
-            path=str(record["path"]),
-            calls_per_engine=record["calls_per_engine"],
-            bytes=int(record["bytes"]),
-            paused_s=float(record["paused_s"]),
-            engines=engines,
-        )
+        return cls(**{name: record[name] for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -234,15 +225,13 @@ def build_step_ledger(
     phases_s: Mapping[str, float],
     version_before: int | None = None,
     batch_digest: str | None = None,
-    trained_before: Collection[str] = frozenset(),
 ) -> StepLedger:
     """Join the step's records into its ledger and check that the books balance.
 
     attempts: every record of the step, every try of it. decisions: the filter's, one per attempt.
-    train: the trainer's result. push: the push record, None when nothing was pushed.
+    train: the trainer's result. push: what the push's manifest says, None when nothing was pushed.
     version_before: optimizer steps applied before this one; None: as the trainer's result has it.
     batch_digest: sha256 of the batch that holds the decisions; a result of another batch, step or run is refused.
-    trained_before: attempt ids that earlier steps of the run trained.
     Raises `LedgerBroken` naming both sides of the first sum that does not hold.
     """
     by_id = {decision.attempt_id: decision for decision in decisions}
@@ -270,7 +259,7 @@ def build_step_ledger(
         push=None if push is None else PushReport.from_record(push),
         phases_s={name: float(seconds) for name, seconds in phases_s.items()},
     )
-    refuse_broken(ledger, trained_before)
+    refuse_broken(ledger)
     return ledger
 
 

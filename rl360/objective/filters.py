@@ -128,11 +128,6 @@ class FilterResult:
     tokens: dict[Bucket, int]
 
     @property
-    def advantages(self) -> np.ndarray:
-        """float64 [kept]"""
-        return np.array([row.advantage for row in self.kept], dtype=np.float64)
-
-    @property
     def trained_tokens(self) -> int:
         return self.tokens.get(Bucket.TRAINED, 0)
 

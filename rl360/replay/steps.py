@@ -13,10 +13,15 @@ from rl360.errors import BadInput, CorruptObject, Rl360Error, StoreUnavailable
 from rl360.replay.compare import Compared, compared
 from rl360.step_work import Produced
 from rl360.store.codec import sha256_hex, unpack
-from rl360.store.layout import step_prefix
+from rl360.store.layout import manifest_key, step_prefix
 from rl360.store.manifest import Manifest, read_manifest
 from rl360.store.object_store import ObjectStore
-from rl360.store.progress import finished_steps, weight_version
+from rl360.store.progress import LAST_TASK, step_folders, weight_version
+
+
+def finished_steps(store: ObjectStore, run: str) -> list[int]:
+    """Steps whose last task has committed, ascending."""
+    return [step for step in step_folders(store, run) if store.exists(manifest_key(run, step, LAST_TASK))]
 
 
 class Scratch:

@@ -15,11 +15,6 @@ def step_folders(store: ObjectStore, run: str) -> list[int]:
     return [int(name) for name in store.list_folders(f"{check_run(run)}/steps/") if name.isdigit()]
 
 
-def finished_steps(store: ObjectStore, run: str) -> list[int]:
-    """Steps whose last task has committed, ascending."""
-    return [step for step in step_folders(store, run) if store.exists(manifest_key(run, step, LAST_TASK))]
-
-
 def next_step(store: ObjectStore, run: str) -> int:
     """The first step that is not finished: where a run starts or goes on."""
     for step in reversed(step_folders(store, run)):

@@ -21,9 +21,10 @@ import pytest
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.ledger.read import read_run
+from rl360.replay.steps import finished_steps
 from rl360.store.layout import step_key
 from rl360.store.object_store import ObjectStore
-from rl360.store.progress import finished_steps, next_step
+from rl360.store.progress import next_step
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]

@@ -54,7 +54,7 @@ def test_only_passes_are_penalised_and_rewards_stay() -> None:
     result = decide(GROUP, SHAPED)
     assert [(d.reward, d.score) for d in result.decisions] == [(0.2, 0.2), (0.95, 0.95), (1.0, 0.7), (1.0, 1.0)]
     mean = (0.2 + 0.95 + 0.7 + 1.0) / 4
-    assert result.advantages.tolist() == pytest.approx([0.2 - mean, 0.95 - mean, 0.7 - mean, 1.0 - mean])
+    assert [row.advantage for row in result.kept] == pytest.approx([0.2 - mean, 0.95 - mean, 0.7 - mean, 1.0 - mean])
 
 
 def test_ledger_and_metrics_tell_them_apart() -> None:

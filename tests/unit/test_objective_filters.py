@@ -50,7 +50,7 @@ def buckets(result: FilterResult) -> list[Bucket]:
 def test_a_group_that_disagrees_trains_with_its_mean_as_baseline() -> None:
     result = run_filter([attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, 0.0), attempt(0, 3, 0.0)])
     assert buckets(result) == [Bucket.TRAINED] * 4
-    assert result.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert [row.advantage for row in result.kept] == [0.75, -0.25, -0.25, -0.25]
     assert result.trained_tokens == 24
     assert [row.weight for row in result.kept] == [1 / 24] * 4
 
@@ -76,7 +76,9 @@ def test_a_baseline_of_the_whole_step_asks_the_step_whether_it_disagrees() -> No
     result = run_filter(attempts, config=pp)
     assert buckets(result) == [Bucket.TRAINED] * 3 + [Bucket.INFRA]
     std = np.sqrt(2) / 3
-    np.testing.assert_allclose(result.advantages, np.array([1 / 3, 1 / 3, -2 / 3]) / (std + 1e-6), rtol=1e-14)
+    np.testing.assert_allclose(
+        [row.advantage for row in result.kept], np.array([1 / 3, 1 / 3, -2 / 3]) / (std + 1e-6), rtol=1e-14
+    )
     assert set(buckets(run_filter(attempts[:2], config=pp))) == {Bucket.ZERO_DISAGREEMENT}
     assert set(buckets(run_filter(attempts[:1], config=pp))) == {Bucket.INSUFFICIENT_VALID}
     grouped = run_filter(attempts, config=ObjectiveConfig(preset="reinforce_pp_baseline"))
@@ -100,7 +102,7 @@ def test_one_verdict_is_too_few() -> None:
 def test_infra_takes_no_part_in_the_baseline() -> None:
     result = run_filter([attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, None)])
     assert buckets(result) == [Bucket.TRAINED, Bucket.TRAINED, Bucket.INFRA]
-    assert result.advantages.tolist() == [0.5, -0.5]
+    assert [row.advantage for row in result.kept] == [0.5, -0.5]
 
 
 # -- timeouts without a verdict ---------------------------------------------------------------------------------------
@@ -110,9 +112,9 @@ def test_a_timeout_without_a_verdict_is_infrastructure_unless_the_run_scores_it(
     attempts = [attempt(0, 0, 1.0), attempt(0, 1, 0.0), attempt(0, 2, None), attempt(0, 3, None)]
     masked, scored = run_filter(attempts), run_filter(attempts, score_timeouts=True)
     assert buckets(masked) == [Bucket.TRAINED] * 2 + [Bucket.INFRA] * 2
-    assert masked.advantages.tolist() == [0.5, -0.5]
+    assert [row.advantage for row in masked.kept] == [0.5, -0.5]
     assert buckets(scored) == [Bucket.TRAINED] * 4
-    assert scored.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert [row.advantage for row in scored.kept] == [0.75, -0.25, -0.25, -0.25]
     assert [decision.reward for decision in scored.decisions] == [1.0, 0.0, None, None], "no verdict was made up"
     assert [decision.score for decision in scored.decisions] == [1.0, 0.0, 0.0, 0.0]
     assert [decision.score for decision in masked.decisions] == [1.0, 0.0, None, None]
@@ -135,7 +137,7 @@ def test_scored_timeouts_agree_and_disagree_like_rewards() -> None:
     failed = run_filter([attempt(0, 0, None), attempt(0, 1, 0.0)], score_timeouts=True)
     assert buckets(failed) == [Bucket.ZERO_DISAGREEMENT] * 2
     passed = run_filter([attempt(0, 0, None), attempt(0, 1, 1.0)], score_timeouts=True)
-    assert passed.advantages.tolist() == [-0.5, 0.5]
+    assert [row.advantage for row in passed.kept] == [-0.5, 0.5]
     without = run_filter([attempt(0, 0, None, sample=False, unmerged=3), attempt(0, 1, 1.0)], score_timeouts=True)
     assert buckets(without) == [Bucket.PREFIX_BREAK, Bucket.TRAINED]
     alone = run_filter([attempt(0, 0, None)], score_timeouts=True)
@@ -157,7 +159,7 @@ def test_a_pass_with_format_errors_is_worth_less_and_its_reward_stays() -> None:
     result = run_filter(records, config=SHAPED)
     assert [decision.reward for decision in result.decisions] == [1.0, 1.0, 0.0, 0.0]
     assert [decision.score for decision in result.decisions] == [0.7, 1.0, 0.0, 0.0], "once, and off passes alone"
-    np.testing.assert_allclose(result.advantages, [0.275, 0.575, -0.425, -0.425], rtol=1e-14)
+    np.testing.assert_allclose([row.advantage for row in result.kept], [0.275, 0.575, -0.425, -0.425], rtol=1e-14)
     plain = run_filter(records)
     assert [decision.score for decision in plain.decisions] == [1.0, 1.0, 0.0, 0.0]
 
@@ -167,7 +169,7 @@ def test_the_filter_looks_at_what_the_verifier_wrote_unless_told_otherwise() -> 
     assert buckets(run_filter(passed, config=SHAPED)) == [Bucket.ZERO_DISAGREEMENT] * 2
     told = run_filter(passed, config=ObjectiveConfig(format_error_penalty=0.3, filter_on="shaped"))
     assert buckets(told) == [Bucket.TRAINED] * 2
-    np.testing.assert_allclose(told.advantages, [-0.15, 0.15], rtol=1e-14)
+    np.testing.assert_allclose([row.advantage for row in told.kept], [-0.15, 0.15], rtol=1e-14)
     with pytest.raises(ValueError, match="filter_on shaped says nothing without format_error_penalty"):
         ObjectiveConfig(filter_on="shaped")
 
@@ -198,7 +200,7 @@ def test_what_a_rewritten_history_dropped_is_counted() -> None:
 def test_another_weight_version_is_stale_and_its_reward_still_counts() -> None:
     result = run_filter([attempt(0, 0, 1.0, version="run:7"), attempt(0, 1, 0.0), attempt(0, 2, 0.0)])
     assert buckets(result) == [Bucket.STALE, Bucket.TRAINED, Bucket.TRAINED]
-    np.testing.assert_allclose(result.advantages, [-1 / 3, -1 / 3], rtol=1e-15)
+    np.testing.assert_allclose([row.advantage for row in result.kept], [-1 / 3, -1 / 3], rtol=1e-15)
 
 
 def test_over_length() -> None:
@@ -213,7 +215,7 @@ def test_a_sample_without_routing_cannot_be_replayed_and_its_reward_still_counts
     assert buckets(result) == [Bucket.TRAINED, Bucket.TRAINED, Bucket.ROUTING_MISALIGNED]
     assert result.decisions[0].leaves == (Bucket.TRAINED, Bucket.ROUTING_MISALIGNED)
     assert result.tokens == {Bucket.TRAINED: 12, Bucket.ROUTING_MISALIGNED: 12}
-    np.testing.assert_allclose(result.advantages, [2 / 3, -1 / 3], rtol=1e-15)
+    np.testing.assert_allclose([row.advantage for row in result.kept], [2 / 3, -1 / 3], rtol=1e-15)
     gone = attempt(0, 3, None, sample=True)
     assert run_filter([*attempts, gone], routing_replay=True).decisions[3].bucket is Bucket.INFRA
 
@@ -231,7 +233,7 @@ def test_sampled_with_other_parameters_than_the_runs_is_stale() -> None:
     result = run_filter([attempt(0, 0, 1.0, differs=1), attempt(0, 1, 0.0), attempt(0, 2, 0.0)])
     assert buckets(result) == [Bucket.STALE, Bucket.TRAINED, Bucket.TRAINED]
     assert result.tokens == {Bucket.STALE: 6, Bucket.TRAINED: 12}
-    np.testing.assert_allclose(result.advantages, [-1 / 3, -1 / 3], rtol=1e-15)
+    np.testing.assert_allclose([row.advantage for row in result.kept], [-1 / 3, -1 / 3], rtol=1e-15)
 
 
 def test_what_lost_a_race_is_counted() -> None:
@@ -247,7 +249,7 @@ def test_an_attempt_counts_once_in_its_baseline_however_many_leaves_it_has() -> 
         0, 0, 1.0, leaves=[{"trained": 6, "dropped": {"prefix_break": 2}}, {"trained": 3}, {"trained": 5}]
     )
     result = run_filter(attempts_of(branched))
-    assert result.advantages.tolist() == [0.75] * 3 + [-0.25] * 3, "one passed of four, not three of six"
+    assert [row.advantage for row in result.kept] == [0.75] * 3 + [-0.25] * 3, "one passed of four, not three of six"
     assert [(row.attempt_id[-6:], row.leaf, row.trained) for row in result.kept] == [
         ("a00-t0", 0, 6),
         ("a00-t0", 1, 3),

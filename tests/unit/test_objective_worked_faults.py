@@ -108,7 +108,9 @@ def train(result: FilterResult, advantages: np.ndarray | None = None, divisor: i
     mask = torch.tensor(np.stack([s.loss_mask for s in samples]))
     rollout = torch.tensor(np.stack([s.logprobs for s in samples]))
     new = (rollout + DRIFT).requires_grad_()
-    by_row = torch.tensor(result.advantages if advantages is None else advantages, dtype=torch.float32).unsqueeze(-1)
+    by_row = torch.tensor(
+        [row.advantage for row in result.kept] if advantages is None else advantages, dtype=torch.float32
+    ).unsqueeze(-1)
     weights = torch.tensor([row.weight * result.trained_tokens for row in result.kept]).unsqueeze(-1)
     parts = policy_loss(new, rollout, by_row, mask, CONFIG, weights=weights)
     loss = parts.loss_sum / divisor
@@ -197,7 +199,7 @@ def test_uneven_groups_keep_their_own_baselines() -> None:
     result = decided([*easy, *hard])
     assert len(result.kept) == 15
     rewards = np.array([record.verdict.reward for record in [*easy, *hard] if record.verdict is not None])
-    ours, naive = result.advantages, rewards - rewards.mean()
+    ours, naive = np.array([row.advantage for row in result.kept]), rewards - rewards.mean()
     first, second = slice(0, 8), slice(8, 15)
 
     np.testing.assert_allclose(ours[[0, 7, 8, 9]], [0.125, -0.875, 6 / 7, -1 / 7], rtol=1e-12)

@@ -122,7 +122,7 @@ def test_two_branches_of_a_session_are_two_samples_that_train_once(tmp_path: Pat
     ]
     result = filter_groups(records, ObjectiveConfig(), expected_version=VERSION, max_seq_len=384)
     assert [decision.leaves for decision in result.decisions] == [(Bucket.TRAINED, Bucket.TRAINED)] * 2
-    assert result.advantages.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert [row.advantage for row in result.kept] == [0.5, 0.5, -0.5, -0.5]
     assert result.tokens == {Bucket.TRAINED: sampled}
     assert store.read == [], "nothing before the trainer reads a sample"
     held = read_samples(cast(Any, store), result.kept, template().vocab_size)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rl360.errors import BadInput
+from rl360.replay.steps import finished_steps
 from rl360.store.manifest import Manifest, commit_manifest
-from rl360.store.progress import finished_steps, next_step, refuse_nonfinite, step_folders, weight_version
+from rl360.store.progress import next_step, refuse_nonfinite, step_folders, weight_version
 from tests.unit.memory_store import MemoryStore
 
 
