@@ -31,7 +31,7 @@ from rl360.errors import BadInput
 from rl360.ledger.outcomes import Bucket
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.history import MATCHERS, Match, Matcher, Place, difference, history, locate, path
-from rl360.sessions.messages import Message, Tool, ToolCall, check_sequence, openai_message, parse_tools
+from rl360.sessions.messages import Message, Tool, check_sequence, openai_message, parse_tools
 from rl360.sessions.refusals import BUCKETS, Refusal, SessionRefusal
 from rl360.sessions.routing import RoutingShape, check_rows
 from rl360.sessions.turns import (
@@ -345,11 +345,7 @@ class Session:
     def _turn(self, prepared: PreparedTurn, completion: Completion) -> Turn:
         plan = prepared.plan
         parsed = self._template.parse_assistant(completion.output_ids, plan.request.tools, self.spec.thinking)
-        calls = tuple(
-            ToolCall.make(f"call_{self.epoch}_{i}", call.name, call.arguments)
-            for i, call in enumerate(parsed.tool_calls)
-        )
-        reply = Message("assistant", parsed.content, tool_calls=calls, reasoning=parsed.reasoning)
+        reply = parsed.message(f"call_{self.epoch}")
         cut = completion.finish_reason == "length"
         errors = 0 if cut else parsed.format_errors  # a call cut in half is the limit's fault
         at = len(prepared.input_ids)

@@ -177,7 +177,7 @@ class Service:
                     more = message.get("more_body", False)
                     self._count_body(call, held, len(part))
                     if call.body_bytes > limit:
-                        raise _over(f"request body is over {limit} bytes, the limit")
+                        raise SessionRefusal(Refusal.OVER_BUDGET, f"request body is over {limit} bytes, the limit")
                     if held is not None:  # not an operator's: storing and deleting are what makes room
                         if held.body_bytes > _BODIES_AT_ONCE * limit:
                             raise _too_many(f"{_BODIES_AT_ONCE * limit} bytes of requests in flight")
@@ -508,10 +508,6 @@ def _validated(kind: type[_Model], data: bytes) -> _Model:
     except ValidationError as error:
         told = " ".join(explain(error).split())
         raise wire.refuse(told if len(told) <= _TOLD else f"{told[:_TOLD]}...") from None
-
-
-def _over(problem: str) -> SessionRefusal:
-    return SessionRefusal(Refusal.OVER_BUDGET, problem)
 
 
 def _too_many(limit: str) -> SessionRefusal:

@@ -7,6 +7,7 @@ schema versions, wrong lengths, types and counts (`CorruptObject` naming the obj
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,12 @@ from rl360.store.codec import pack
 SAMPLE_SCHEMA = 2
 ATTEMPT_SCHEMA = 3
 _ALIGN = 16  # arrays start at multiples of this in the object
+
+
+def _plain_kinds(record: type[Any]) -> dict[str, str]:
+    """The fields of a record that are plain values, with the type that each is stated with."""
+    stated = {name: str(each.type).partition("[")[0] for name, each in record.__dataclass_fields__.items()}
+    return {name: kind for name, kind in stated.items() if kind in ("str", "int", "bool", "dict")}
 
 
 @dataclass(frozen=True)
@@ -148,13 +155,7 @@ _ARRAYS = {
 _OPTIONAL_ARRAYS = frozenset({"row_forward", "routing"})
 _SAMPLE_FIELDS = tuple(MergedSample.__dataclass_fields__)
 _WIRE_FIELDS = tuple("routing" if name == "routing_pieces" else name for name in _SAMPLE_FIELDS)
-_COUNTS = ("sampled_tokens", "turns", "leaf", "cached_tokens", "prompt_tokens", "reprefilled_rows", "sampling_differs")
-_SAMPLE_KINDS: dict[tuple[str, ...], type] = {
-    ("attempt_id", "group_id", "task_id", "session_id"): str,
-    _COUNTS: int,
-    ("truncated",): bool,
-    ("canonical", "matches", "dropped"): dict,
-}
+_SAMPLE_KINDS = _plain_kinds(MergedSample)
 
 
 def encode_samples(samples: Sequence[MergedSample]) -> bytes:
@@ -245,9 +246,7 @@ def _view(
         raise CorruptObject(key, f"{what} is {str(dtype)[:20]!r}, expected {' or '.join(dtypes)}")
     if not isinstance(shape, list) or not shape or not all(type(n) is int and n >= 0 for n in shape):
         raise CorruptObject(key, f"{what} has shape {shape!r}")
-    count, kind = 1, np.dtype(dtype)
-    for n in shape:
-        count *= n
+    count, kind = math.prod(shape), np.dtype(dtype)
     end = offset + count * kind.itemsize
     if end > len(data):
         raise CorruptObject(key, f"{what} ends at byte {end}, the object has {len(data)}")
@@ -257,10 +256,9 @@ def _view(
 
 
 def _sample(fields: dict[str, Any], key: str) -> MergedSample:
-    for names, kind in _SAMPLE_KINDS.items():
-        _refuse_other_kinds(fields, key, "sample", names, kind)
-    for name in _COUNTS:
-        if fields[name] < 0:
+    _refuse_other_kinds(fields, key, "sample", _SAMPLE_KINDS)
+    for name, kind in _SAMPLE_KINDS.items():
+        if kind == "int" and fields[name] < 0:
             raise CorruptObject(key, f"sample field {name} is {fields[name]}, a count is at least 0")
     for name in ("canonical", "matches"):
         if any(type(k) is not str or type(n) is not int for k, n in fields[name].items()):
@@ -332,6 +330,7 @@ class LeafCounts:
 
 
 _LEAF_FIELDS = tuple(LeafCounts.__dataclass_fields__)
+_LEAF_KINDS = _plain_kinds(LeafCounts)
 
 
 @dataclass(frozen=True)
@@ -380,11 +379,7 @@ class SampleRef:
 def _leaf_value(name: str, value: Any) -> bool:
     if name == "versions":
         return isinstance(value, list | tuple) and all(type(version) is str for version in value)
-    if name == "dropped":
-        return isinstance(value, dict)
-    if name == "truncated":
-        return type(value) is bool
-    return type(value) is int and value >= 0
+    return type(value).__name__ == _LEAF_KINDS[name] and (type(value) is not int or value >= 0)
 
 
 @dataclass(frozen=True)
@@ -455,8 +450,7 @@ class AttemptRecord:
         old = isinstance(wire, dict) and wire.get("schema_version") == 2
         said = _ATTEMPT_FIELDS if not old else tuple(name for name in _ATTEMPT_FIELDS if name != "cleanup_evidence")
         fields = {"cleanup_evidence": "", **_fields(wire, key, "attempt", 2 if old else ATTEMPT_SCHEMA, said)}
-        for names, kind in _ATTEMPT_KINDS.items():
-            _refuse_other_kinds(fields, key, "attempt", names, kind)
+        _refuse_other_kinds(fields, key, "attempt", _ATTEMPT_KINDS)
         for name in ("phases_s", "agent_metrics"):
             for of, value in fields[name].items():
                 if type(of) is not str or type(value) not in (int, float):
@@ -475,12 +469,7 @@ class AttemptRecord:
 
 
 _ATTEMPT_FIELDS = tuple(AttemptRecord.__dataclass_fields__)
-_ATTEMPT_KINDS: dict[tuple[str, ...], type] = {
-    ("attempt_id", "group_id", "task_id", "exit_status", "session_id", "domain", "detail", "cleanup_evidence"): str,
-    ("try_index", "unmerged_tokens"): int,
-    ("phases_s", "agent_metrics"): dict,
-    ("cleanup_confirmed",): bool,
-}
+_ATTEMPT_KINDS = _plain_kinds(AttemptRecord)
 
 
 def _require_array(key: str, name: str, array: np.ndarray, dtype: type[np.generic], length: int) -> None:
@@ -498,11 +487,11 @@ def _check_sampled(key: str, trainable: int, dropped: dict[str, int], sampled: i
         raise CorruptObject(key, f"trainable {trainable} + dropped {total} tokens is not the {sampled} sampled")
 
 
-def _refuse_other_kinds(fields: dict[str, Any], key: str, what: str, names: tuple[str, ...], kind: type) -> None:
-    for name in names:
-        if type(fields[name]) is not kind:
-            found = type(fields[name]).__name__
-            raise CorruptObject(key, f"{what} field {name} is of type {found}, expected {kind.__name__}")
+def _refuse_other_kinds(fields: dict[str, Any], key: str, what: str, kinds: dict[str, str]) -> None:
+    for name, kind in kinds.items():
+        found = type(fields[name]).__name__
+        if found != kind:
+            raise CorruptObject(key, f"{what} field {name} is of type {found}, expected {kind}")
 
 
 def _fields(wire: Any, key: str, what: str, schema: int | None, names: tuple[str, ...]) -> dict[str, Any]:

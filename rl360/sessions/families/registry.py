@@ -36,7 +36,9 @@ def load_template(model_dir: str | Path, family: str | None = None) -> ChatTempl
     if size > vocab_size:
         raise BadInput(f"{folder}: vocab_size {vocab_size} is below the tokenizer's {size}")
     if family is not None:
-        return ChatTemplate(_named(family), tokenizer_json, vocab_size)
+        if family not in FAMILIES:
+            raise BadInput(f"no family {family!r}; known are {', '.join(FAMILIES)}")
+        return ChatTemplate(FAMILIES[family], tokenizer_json, vocab_size)
     return ChatTemplate(_recognise(folder, config, tokens), tokenizer_json, vocab_size)
 
 
@@ -49,7 +51,8 @@ def stock_template(model_dir: str | Path) -> str | None:
             return path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(f"{path} cannot be read: {error}") from None
-    stated = _json(folder / "tokenizer_config.json").get("chat_template") if _has_config(folder) else None
+    path = folder / "tokenizer_config.json"
+    stated = _json(path).get("chat_template") if path.is_file() else None
     return stated if isinstance(stated, str) else None
 
 
@@ -87,16 +90,6 @@ def _recognise(folder: Path, config: dict[str, Any], tokens: set[str]) -> Family
         raise BadInput(f"{folder} fits several families, {', '.join(fitting)}; name one")
     listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise BadInput(f"{folder} is of no known family ({listed}); docs/templates.md says how to add one")
-
-
-def _named(name: str) -> Family:
-    if name not in FAMILIES:
-        raise BadInput(f"no family {name!r}; known are {', '.join(FAMILIES)}")
-    return FAMILIES[name]
-
-
-def _has_config(folder: Path) -> bool:
-    return (folder / "tokenizer_config.json").is_file()
 
 
 def _json(path: Path) -> dict[str, Any]:
