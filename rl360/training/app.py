@@ -131,19 +131,14 @@ def create_app(director: Director, commands: Commands, token: str, health: dict[
         body: ExportBody = await _body(request, ExportBody)
         return await ask(f"export {run} {body.model_dump_json()}", lambda: director.export(run, body))
 
-    @app.post("/push/checksums")
-    async def checksums(request: Request) -> Response:
-        body: ChecksumRequest = await _body(request, ChecksumRequest)
-        return await ask(f"checksums {body.model_dump_json()}", lambda: director.checksums(body))
+    def push(what: str, kind: type[BaseModel], act: Callable[[Any], Any]) -> None:
+        @app.post(f"/push/{what}")
+        async def answer(request: Request) -> Response:
+            body = await _body(request, kind)
+            return await ask(f"{what} {body.model_dump_json()}", lambda: act(body))
 
-    @app.post("/push/prepare")
-    async def prepare(request: Request) -> Response:
-        plan: PushPlan = await _body(request, PushPlan)
-        return await ask(f"prepare {plan.model_dump_json()}", lambda: director.prepare(plan))
-
-    @app.post("/push/transfer")
-    async def transfer(request: Request) -> Response:
-        plan: PushPlan = await _body(request, PushPlan)
-        return await ask(f"transfer {plan.model_dump_json()}", lambda: director.transfer(plan))
+    push("checksums", ChecksumRequest, lambda body: director.checksums(body))
+    push("prepare", PushPlan, lambda plan: director.prepare(plan))
+    push("transfer", PushPlan, lambda plan: director.transfer(plan))
 
     return app

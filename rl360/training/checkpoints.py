@@ -6,8 +6,6 @@ those of the whole model, a checkpoint written under one split over processes re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -52,11 +50,3 @@ def load_tensors(data: bytes, key: str) -> dict[str, torch.Tensor]:
         return load(data)
     except SafetensorError as error:
         raise CorruptObject(key, f"does not decode as safetensors ({str(error)[:120]})") from None
-
-
-def tensor_sets(weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]]) -> TensorSets:
-    return {
-        "weights": dict(weights),
-        **{name: dict(tensors) for name, tensors in moments.items()},
-        "rng": {"torch": torch.get_rng_state()},
-    }

@@ -78,19 +78,14 @@ class TrainerClient:
             raise ServiceError(f"{where}: reply is a {type(value).__name__}, expected an object")
         return value
 
-    async def _ask_as(
-        self, model: type[Reply], method: str, path: str, body: BaseModel, deadline_s: float | None
-    ) -> Reply:
-        value = await self._ask(method, path, body.model_dump_json().encode(), deadline_s)
+    async def _post_as(self, model: type[Reply], path: str, body: BaseModel, deadline_s: float | None) -> Reply:
+        value = await self._ask("POST", path, body.model_dump_json().encode(), deadline_s)
         try:
             return model.model_validate(value)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise ServiceError(f"trainer {self.url}{path}: reply field {key or '(whole)'}: {first['msg']}") from None
-
-    async def health(self, deadline_s: float | None = None) -> dict[str, Any]:
-        return await self._ask("GET", "/health", None, deadline_s)
 
     async def open_run(self, run: str, deadline_s: float | None = None) -> dict[str, Any]:
         """State of the run, restored and replayed first: run, applied_steps, weights_digest, incarnation."""
@@ -115,7 +110,7 @@ class TrainerClient:
     async def checksums(self, run: str, version: str, deadline_s: float | None = None) -> ChecksumReply:
         """What would travel as `version`, and what an engine that holds it must answer."""
         body = ChecksumRequest(run=run, version=version)
-        return await self._ask_as(ChecksumReply, "POST", "/push/checksums", body, deadline_s)
+        return await self._post_as(ChecksumReply, "/push/checksums", body, deadline_s)
 
     async def prepare(self, plan: PushPlan, deadline_s: float | None = None) -> None:
         """Have the trainer do for this plan what can be done before the engines pause."""
@@ -125,4 +120,4 @@ class TrainerClient:
     async def transfer(self, plan: PushPlan, deadline_s: float | None = None) -> TransferReport:
         """Send the plan's tensors to its engines; engines that failed are in the report."""
         deadline = plan.deadline_s if deadline_s is None else deadline_s
-        return await self._ask_as(TransferReport, "POST", "/push/transfer", plan, deadline)
+        return await self._post_as(TransferReport, "/push/transfer", plan, deadline)

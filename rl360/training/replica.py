@@ -287,7 +287,7 @@ class Replica:
 
     def _save(self, command: SaveCheckpoint) -> checkpoints.CheckpointManifest | None:
         policy, at = self._held()
-        sets = checkpoints.tensor_sets(policy.weights(), policy.moments())
+        sets = {"weights": policy.weights(), **policy.moments(), "rng": {"torch": torch.get_rng_state()}}
         sets |= {} if self.critic is None else self.critic.sets()
         if not self.leads:
             return None

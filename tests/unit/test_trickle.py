@@ -40,7 +40,7 @@ async def generate(url: str, http: httpx.AsyncClient) -> None:
 
 async def trainer(url: str, http: httpx.AsyncClient) -> None:
     with pytest.raises(ServiceError, match=r"no answer within 0\.1 s"):
-        await TrainerClient(url, http, {}).health(DEADLINE_S)
+        await TrainerClient(url, http, {}).open_run("demo", DEADLINE_S)
 
 
 @pytest.mark.parametrize("ask", [in_flight, generate, trainer])

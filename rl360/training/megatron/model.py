@@ -93,15 +93,9 @@ def read_shape(hf_dir: Path) -> ModelShape:
     moe = kind == "qwen3_moe"
     if moe:
         raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts"))  # the name differs between writers
-    needed: tuple[str, ...] = (
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-    )
-    needed += ("vocab_size", "max_position_embeddings", "rms_norm_eps")
-    needed += ("num_experts", "num_experts_per_tok", "moe_intermediate_size") if moe else ()
+    needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
+    needed += ["vocab_size", "max_position_embeddings", "rms_norm_eps"]
+    needed += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"] if moe else []
     missing = [name for name in needed if raw.get(name) is None]
     if missing:
         raise BadInput(f"{path}: {', '.join(missing)} missing; the model's shape is not complete")
