@@ -230,10 +230,16 @@ class RolloutClient:
     async def _flush(self, attempt_id: str, server: str) -> None:
         """End an attempt nobody waits for any more, so that it neither holds a slot nor samples on. Best effort: the
         sandbox server ends it at its own deadline at the latest."""
-        try:
-            await _answer(self._sandboxes, "POST", f"{server}/flush", {"attempt_ids": [attempt_id]}, _FLUSH_TIMEOUT_S)
-        except (aiohttp.ClientError, TimeoutError):
-            return
+        async def ran_at(url: str) -> bool:
+            try:
+                which = {"attempt_ids": [attempt_id]}
+                _, answer = await _answer(self._sandboxes, "POST", f"{url}/flush", which, _FLUSH_TIMEOUT_S)
+                return attempt_id not in orjson.loads(answer)["elsewhere"]
+            except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
+                return False
+
+        if not await ran_at(server):  # an earlier flow run had it somewhere else
+            await asyncio.gather(*(ran_at(url) for url in self.services.sandbox_urls if url != server))
 
     async def close_session(self, attempt_id: str, session_id: str) -> None:
         """Free the session once its record is stored. Best effort: an idle session expires by itself."""

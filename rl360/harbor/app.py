@@ -162,6 +162,7 @@ class Attempts:
                 return self._remember(request, recorded)
         elif request.resent:
             return await self._settle(request, lost_reply("asked again of a server that has no store and knows it not"))
+        attempt.ours = True
         if await self._turn(prepared, attempt):
             try:
                 reply = await self.runner.run(prepared, attempt)
@@ -279,6 +280,11 @@ class Attempts:
                 cancelled += 1
         return cancelled
 
+    def elsewhere(self, which: FlushRequest) -> list[str]:
+        """Of the attempts that are named those that do not run here: what waits here for another server's reply, too."""
+        here = {entry.attempt.request.attempt_id for entry in self._open.values() if entry.attempt.ours}
+        return [attempt_id for attempt_id in which.attempt_ids or () if attempt_id not in here]
+
     async def close(self) -> None:
         """Cancel everything and wait until each is torn down."""
         jobs = [entry.job for entry in self._open.values()]
@@ -343,7 +349,8 @@ def make_app(
         which: FlushRequest = await body_of(request, expected, FlushRequest)
         if which == FlushRequest():
             raise BadInput("nothing named: give run, attempt_ids or session_server_instance_id")
-        return answer(200, {"cancelled": app.state.attempts.flush(which)})
+        attempts: Attempts = app.state.attempts
+        return answer(200, {"cancelled": attempts.flush(which), "elsewhere": attempts.elsewhere(which)})
 
     return app
 

@@ -95,6 +95,7 @@ class Attempt:
     stops: list[StopProof] = field(default_factory=list)
     workspace: Workspace | None = None
     closing: bool = False
+    ours: bool = False  # it runs on this server, and on no other
     left_behind: str | None = None
     verifier_log: str = ""
     transcript: list[dict[str, Any]] = field(default_factory=list)

@@ -105,7 +105,8 @@ def test_a_plain_client_is_served(tmp_path: Path) -> None:
         assert post("/run", PLAIN | {"instance_id": task.name}) == (200, first), "its session is its name"
         other = {"instance_id": task.name, "base_url": "http://h:1/sessions/s-18/v1"}
         assert post("/run", PLAIN | other)[1]["trial_id"] != first["trial_id"]
-        assert post("/flush", {"session_server_instance_id": "trainer"}) == (200, {"cancelled": 0})
+        assert post("/flush", {"session_server_instance_id": "trainer"}) == (200, {"cancelled": 0, "elsewhere": []})
+        assert post("/flush", {"attempt_ids": ["x"]}) == (200, {"cancelled": 0, "elsewhere": ["x"]})
         for path, body, code, words in (
             ("/run", PLAIN | {"instance_id": "../x"}, 400, "instance_id '../x' is not the name of a folder under"),
             ("/run", PLAIN | {"instance_id": "/etc"}, 400, "is not the name of a folder under --tasks"),

@@ -99,6 +99,25 @@ def test_an_attempt_flushed_while_it_is_claimed_is_aborted(store: MemoryStore, r
     run_virtual(go())
 
 
+def test_a_flush_says_what_runs_elsewhere_and_there_it_is_ended(store: MemoryStore, ran: Counter[str]) -> None:
+    async def go() -> float:
+        loop = asyncio.get_running_loop()
+        one, two = Server(store, "one", ran), Server(store, "two", ran)
+        asked = [asyncio.create_task(heard(two, request_of("a")))]
+        await asyncio.sleep(1.0)
+        asked += [asyncio.create_task(heard(one, request_of(name))) for name in "ab"]
+        await asyncio.sleep(1.0)
+        which, began = FlushRequest(attempt_ids=["a", "b", "never"]), loop.time()
+        assert one.attempts.flush(which) == 2 and one.attempts.elsewhere(which) == ["a", "never"]
+        assert two.attempts.flush(which) == 1 and two.attempts.elsewhere(which) == ["b", "never"]
+        said = [cast(RunReply, reply) for reply in await asyncio.gather(*asked)]
+        assert {reply.outcome for reply in said} == {"aborted"} and said[0] == said[1]
+        assert one.attempts.elsewhere(FlushRequest(run="demo")) == []
+        return loop.time() - began
+
+    assert run_virtual(go()) < 1.0, "it does not run to its end"
+
+
 def test_a_running_attempt_whose_server_died_is_lost_once(store: MemoryStore, ran: Counter[str]) -> None:
     async def go() -> None:
         server, other = Server(store, "one", ran), Server(store, "two", ran)
