@@ -281,7 +281,7 @@ class Attempts:
         return cancelled
 
     def elsewhere(self, which: FlushRequest) -> list[str]:
-        """Of the attempts that are named those that do not run here: what waits here for another server's reply, too."""
+        """Of the attempts that are named those that do not run here, nor do those that wait for another's reply."""
         here = {entry.attempt.request.attempt_id for entry in self._open.values() if entry.attempt.ours}
         return [attempt_id for attempt_id in which.attempt_ids or () if attempt_id not in here]
 
