@@ -23,7 +23,7 @@ from rl360.sandboxes.provider import ExecResult
 SYSTEM_PROMPT = "Use bash."
 EDIT_PROMPT = "Use bash and edit."
 EXEC_TIMEOUT_S = 30.0
-MAX_REPLY_BYTES = 4 << 20
+MAX_REPLY_BYTES = 64 << 20  # above what any turn can be: no policy may say so much that it counts as malformed
 RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0)
 TOOL = {
     "type": "function",

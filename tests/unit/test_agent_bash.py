@@ -68,6 +68,12 @@ def test_plays_to_the_end_with_verbatim_history(sessions: ScriptedSessions) -> N
     assert metrics.model_query_time_sum > 0
 
 
+def test_a_turn_may_be_as_long_as_a_policy_can_say(sessions: ScriptedSessions) -> None:
+    """Were it too long, a policy that says enough would have its attempt voided."""
+    end, metrics = play(sessions, Say("x" * (6 << 20)))
+    assert (end.exit_status, metrics.turns) == (ExitStatus.SUBMITTED, 1)
+
+
 def test_length_ends_it(sessions: ScriptedSessions) -> None:
     end, metrics = play(sessions, Say("so long", "length"))
     assert end.exit_status == ExitStatus.LENGTH_LIMIT and metrics.turns == 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl360.agents.base import AgentContext, AgentEnd, AgentFailure, ModelCalls
-from rl360.agents.harness import PARALLEL, Relay, Terms, ended, listening_here
+from rl360.agents.harness import CONNECTIONS, PARALLEL, Relay, Terms, ended, listening, listening_here
 from rl360.harbor.outcome import ExitStatus
 
 SESSION = "http://session/sessions/ID/v1"
@@ -237,6 +240,35 @@ def test_turns_are_taken_one_by_one_though_asked_for_at_once(works: bool) -> Non
     relay = asyncio.run(go())
     assert most <= PARALLEL and relay.over_turns is works
     assert relay.context.metrics.turns == (2 if works else 0) and (seen == 2 or not works)
+
+
+def test_a_sandbox_has_so_many_connections_and_no_more(tmp_path: Path) -> None:
+    """Descriptors are the server's: what one sandbox opens may not cost the others theirs."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "agent").mkdir()
+
+    async def go() -> None:
+        relay = Relay(AgentContext("Do.", SESSION, "m", {}, 9, 0.0, print, None))  # type: ignore[arg-type]
+        async with listening(relay, tmp_path / "agent"):
+            before, address = len(os.listdir("/proc/self/fd")), str(tmp_path / "agent" / "session.sock")
+            with contextlib.ExitStack() as stack:
+                links = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(300)]
+                waits = 0
+                for link in links:
+                    link.setblocking(False)
+                    try:
+                        link.connect(address)
+                    except BlockingIOError:  # its own kernel queue is full
+                        waits += 1
+                    await asyncio.sleep(0.002)
+                await asyncio.sleep(0.2)
+                held = len(os.listdir("/proc/self/fd")) - before - len(links)
+                assert held == CONNECTIONS and waits > 100
+            transport = httpx.AsyncHTTPTransport(uds=address)
+            async with httpx.AsyncClient(transport=transport) as program:  # and when they are closed, on it goes
+                assert (await program.get("http://x/v1/No")).status_code == 404
+
+    asyncio.run(go())
 
 
 def test_mounts_that_hold_the_secrets_by_another_name_are_refused(
