@@ -40,13 +40,9 @@ class Services(Data):
     trainer_url: str
     model_dir: str = Field(description="Hugging Face directory the engines were started with")
 
-    @property
-    def secrets_path(self) -> Path:
-        return Path(self.home) / "secrets.json"
-
     def secrets(self) -> Secrets:
         """Read the secrets; a file that others can read is refused."""
-        path = self.secrets_path
+        path = Path(self.home) / "secrets.json"
         try:
             mode = path.stat().st_mode
             data = path.read_bytes()

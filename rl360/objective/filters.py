@@ -92,10 +92,6 @@ class Decision:
     token_weight: float | None = None
 
     @property
-    def sampled_tokens(self) -> int:
-        return sum(self.tokens.values())
-
-    @property
     def trains(self) -> bool:
         return self.bucket is Bucket.TRAINED
 

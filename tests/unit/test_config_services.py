@@ -53,7 +53,7 @@ def test_a_missing_file_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(Rl360Error, match=r"cannot read /dev/null/x/services\.json"):
         load_services(Path("/dev/null/x"))
     services = write_home(tmp_path)
-    services.secrets_path.unlink()
+    (Path(services.home) / "secrets.json").unlink()
     with pytest.raises(Rl360Error, match="start the services with `rl360 up`"):
         services.secrets()
 

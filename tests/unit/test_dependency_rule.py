@@ -128,7 +128,7 @@ def test_the_objective_talks_to_no_process_group() -> None:
     ("statement", "heavy"),
     [
         (
-            "import rl360.config",
+            "import rl360.config.run, rl360.config.services",
             ("torch", "megatron", "sglang", "transformers", "prefect", "httpx", "fastapi", "boto3"),
         ),
         ("import rl360.objective.filters, rl360.ledger.metrics, rl360.ledger.checks", ("torch", "prefect", "httpx")),

@@ -302,7 +302,7 @@ def test_what_holds_for_the_attempt_holds_for_all_its_leaves(reward: float | Non
 def test_a_verdict_without_a_sample_counts_for_the_group_only() -> None:
     result = run_filter([attempt(0, 0, 1.0, sample=False), attempt(0, 1, 0.0)])
     assert buckets(result) == [Bucket.PREFIX_BREAK, Bucket.TRAINED]
-    assert result.decisions[0].sampled_tokens == 0
+    assert sum(result.decisions[0].tokens.values()) == 0
 
 
 def test_what_a_session_sampled_and_could_not_merge_is_counted() -> None:
