@@ -86,7 +86,21 @@ async def check_tasks(
             async with slots:
                 return await check_task(runner, directory, order)
 
-        return list(await asyncio.gather(*(one(path) for path in directories)))
+        return _named_once(await asyncio.gather(*(one(path) for path in directories)))
+
+
+def _named_once(results: list[TaskCheck]) -> list[TaskCheck]:
+    """A set of two tasks with one name is refused by a run; so each but the first is told."""
+    first: dict[str, TaskCheck] = {}
+    for result in results:
+        if result.problem is None:
+            first.setdefault(result.task, result)
+    return [
+        replace(result, problem=f"its name {result.task!r} is also that of {other.path}; rename one")
+        if result.problem is None and (other := first[result.task]) is not result
+        else result
+        for result in results
+    ]
 
 
 async def check_task(runner: Runner, directory: Path, judge: JudgeOrder | None = None) -> TaskCheck:
@@ -103,6 +117,9 @@ async def check_task(runner: Runner, directory: Path, judge: JudgeOrder | None =
         nop = await _run(runner, task, "nop", judge)
     except BadInput as error:
         return TaskCheck(directory.name, str(directory), None, None, _why(error, directory), loop.time() - started)
+    except OSError as error:
+        why = f"not checked: {error.filename}: {error.strerror}"
+        return TaskCheck(directory.name, str(directory), None, None, why, loop.time() - started)
     problem = problem_of(oracle, nop)
     return TaskCheck(task.id, str(directory), oracle.reward, nop.reward, problem, loop.time() - started)
 

@@ -218,15 +218,15 @@ def _text(path: Path) -> str:
 def _toml(path: Path, kind: type[T]) -> T:
     try:
         return kind.model_validate(tomllib.loads(_text(path)))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise BadInput(f"{path}: not TOML ({error}); fix that line") from None
     except ValidationError as error:
         found = error.errors()
         first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
-        where = ".".join(str(part) for part in first["loc"])
+        where, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
         if not where:  # of the whole table, whose fields are not repeated
-            raise BadInput(f"{path}: {first['msg'].removeprefix('Value error, ')}") from None
-        what = "unknown key; remove it or fix its name" if first["type"] == "extra_forbidden" else first["msg"]
+            raise BadInput(f"{path}: {said}") from None
+        what = "unknown key; remove it or fix its name" if first["type"] == "extra_forbidden" else said
         raise BadInput(f"{path}: {where} = {first['input']!r}: {what}") from None
 
 

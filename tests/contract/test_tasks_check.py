@@ -23,6 +23,7 @@ from rl360.cli import main
 from rl360.harbor.check import TaskCheck, check_tasks, task_dirs
 from rl360.sandboxes.bubblewrap import BubblewrapProvider
 from rl360.tasksets.made import human_eval, written
+from rl360.tasksets.sources import BUILTIN_DIR
 
 TRY = ["bwrap", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
 REASON = (
@@ -161,3 +162,13 @@ def test_a_task_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     done = rl360("tasks", "check", "set")
     assert done.returncode == 1 and done.stdout.startswith("set/none: no task.toml; a Harbor task needs"), done.stdout
+
+
+def test_two_tasks_of_one_name_are_no_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "home"))
+    chore = next(path for path in sorted(BUILTIN_DIR.iterdir()) if path.is_dir())
+    for name in ("a", "b"):
+        shutil.copytree(chore, tmp_path / "set" / name)
+    done = rl360("tasks", "check", str(tmp_path / "set"))
+    assert done.returncode == 1 and "1 of 2 tasks discriminate" in done.stdout
+    assert f"is also that of {tmp_path / 'set' / 'a'}; rename one" in done.stdout

@@ -57,13 +57,14 @@ def test_missing_part(tmp_path: Path, name: str) -> None:
         ("[agent]\ntimeout = 3\n", "agent.timeout = 3: unknown key"),
         ('schema_version = "9"\n', "schema_version = '9'"),
         ('[environment]\nnetwork_mode = "lan"\n', "environment.network_mode = 'lan'"),
-        ('[environment]\nworkdir = "app"\n', "environment.workdir = 'app'"),
+        ('[environment]\nworkdir = "app"\n', "environment.workdir = 'app': must be an absolute"),
         ('[environment]\nenv = { "A=B" = "c" }\n', "cannot set 'A=B'"),
         ('[verifier]\nenv = { A = "\\u0000" }\n', "NUL byte"),
         ('[environment]\nworkdir = "/usr/x"\n', "system folder"),
         ('[environment]\nworkdir = "/a/../etc"\n', "normalised"),
         ("[environment]\nmemory_mb = nan\n", "environment.memory_mb = nan"),
         ("[agent\n", "not TOML"),
+        ("x = " + "[" * 100_000, "not TOML"),
     ],
 )
 def test_bad_values(tmp_path: Path, toml: str, words: str) -> None:

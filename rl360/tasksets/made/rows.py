@@ -23,6 +23,7 @@ from rl360.tasksets.made import Source
 FORMAT = "rl360 rows 1"  # part of the digest: raised when the same row becomes other files
 MAX_TOLD = 10
 MAX_ROW_BYTES = 4 << 20
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 1024
 Numbered = tuple[str, Any]  # where a row is, the row or why it cannot be read
 
 
@@ -47,7 +48,7 @@ class Row(BaseModel):
     @classmethod
     def _from_text(cls, value: object) -> object:
         """A column of a table holds them as JSON text."""
-        return json.loads(value) if isinstance(value, str) else value
+        return _loads(value) if isinstance(value, str) else value
 
     @field_validator("tests", "files")
     @classmethod
@@ -55,6 +56,10 @@ class Row(BaseModel):
         for name in value:
             if posixpath.normpath(name) != name or name.startswith(("/", "..")) or name in (".", "") or "\0" in name:
                 raise ValueError(f"{name!r} is not a plain relative path")
+            if (longest := max(len(part.encode()) for part in name.split("/"))) > MAX_NAME_BYTES:
+                raise ValueError(f"{name[:40]!r}...: a name of {longest} bytes, limit {MAX_NAME_BYTES}; shorten it")
+            if len(name.encode()) > MAX_PATH_BYTES:
+                raise ValueError(f"{name[:40]!r}...: {len(name.encode())} bytes, limit {MAX_PATH_BYTES}; shorten it")
         if nested := next((n for n in value if any(other.startswith(f"{n}/") for other in value)), None):
             raise ValueError(f"{nested!r} is a file and a folder")
         return value
@@ -134,7 +139,26 @@ def _row(value: Any) -> Row:
         unknown = first["type"] == "extra_forbidden"
         said = f"unknown field; it may have {', '.join(Row.model_fields)}" if unknown else first["msg"]
         said = said.removeprefix("Value error, ")
+        if first["type"] not in ("extra_forbidden", "value_error") and isinstance(first["input"], str | int | float):
+            said += f", not {first['input']!r:.60}"
         raise ValueError(f"{where}: {said}" if where else said) from None
+
+
+def _loads(text: bytes | str) -> Any:
+    """JSON, strictly: no NaN, no half of a character, no key twice in an object. Raises ValueError."""
+    try:
+        orjson.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)  # the other parser sees no double key, this one lets NaN in
+    except (orjson.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise ValueError(f"the key {twice!r} is there twice; remove one")
+    return found
 
 
 def _json_lines(path: Path) -> Iterator[Numbered]:
@@ -147,9 +171,9 @@ def _json_lines(path: Path) -> Iterator[Numbered]:
                 return
             if line.strip():
                 try:
-                    yield f"line {number}", orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    yield f"line {number}", ValueError(f"not JSON ({error})")
+                    yield f"line {number}", _loads(line)
+                except ValueError as error:
+                    yield f"line {number}", error
 
 
 def _parquet(path: Path) -> Iterator[Numbered]:
