@@ -2,6 +2,7 @@
 
 The pace is kept here, in the flow's process: a wave starts `wave_interval_s` after the one before it and never more
 than `max_concurrent` attempts are in flight: whole waves that fit, or a part of one where a wave is larger than that.
+What sandbox servers have no place for yet waits in its wave (rl360.agents.places).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from prefect import task
 from prefect.runtime import flow_run
 
 from rl360.agents.budgets import Budgets, StepBudget
+from rl360.agents.places import Places
 from rl360.agents.records import RecordLog, put_table
 from rl360.agents.rollout import AttemptSpec, RolloutClient, all_at_once, roll_out_slot
 from rl360.config.run import RunConfig
@@ -69,7 +70,7 @@ def _elsewhere(job: Job, wave: int, waves: Waves) -> list[AttemptRecord]:
 async def _run_wave(job: Job, wave: int, waves: Waves, weight_version: str, log: RecordLog) -> None:
     engines, specs = EngineWatch(job, weight_version), waves[wave]
     limit, attempts = job.config.rollout.max_infra_rate, sum(map(len, waves))
-    share = _share(flow_run.id, job.run, job.step, limit, attempts)
+    share, places = _share(flow_run.id, job.run, job.step, limit, attempts)
     earlier = [*log.stored.values(), *_elsewhere(job, wave, waves)]
     budgets = Budgets(job.store, job.config, job.step, share, earlier)
     room = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
@@ -87,7 +88,7 @@ async def _run_wave(job: Job, wave: int, waves: Waves, weight_version: str, log:
     path = job.config.rollout.function
     function = load_function(path, "rollout.function") if path else all_at_once
     try:
-        client = RolloutClient(job.services, job.config, job.step, wave, weight_version, specs)
+        client = RolloutClient(job.services, job.config, job.step, wave, weight_version, specs, places)
         async with client:
             await function(specs, partial(one, client))
     except ExceptionGroup as failed:
@@ -98,12 +99,12 @@ async def _run_wave(job: Job, wave: int, waves: Waves, weight_version: str, log:
 
 
 @lru_cache(maxsize=8)
-def _shares(_flow_run: str | None, run: str, step: int, limit: float, attempts: int) -> StepBudget:
-    return StepBudget(run, step, limit, attempts)
+def _shares(_flow_run: str | None, run: str, step: int, limit: float, attempts: int) -> tuple[StepBudget, Places]:
+    return StepBudget(run, step, limit, attempts), Places()
 
 
-def _share(flow_run_id: str | None, run: str, step: int, limit: float, attempts: int) -> StepBudget:
-    """One for all waves that a flow run launches of a step."""
+def _share(flow_run_id: str | None, run: str, step: int, limit: float, attempts: int) -> tuple[StepBudget, Places]:
+    """One of each for all waves that a flow run launches of a step."""
     with _SHARES:
         return _shares(flow_run_id, run, step, limit, attempts)
 

@@ -18,6 +18,7 @@ import contextlib
 import random
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ import orjson
 from pydantic import ValidationError
 
 from rl360.agents.budgets import Budgets
+from rl360.agents.places import Places
 from rl360.agents.stores import Item, StoreGroups
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
@@ -120,9 +122,17 @@ class RolloutClient:
     """Talks to the session and sandbox servers of one deployment, for one wave at one weight version."""
 
     def __init__(
-        self, services: Services, config: RunConfig, step: int, wave: int, weight_version: str, specs: Specs = ()
+        self,
+        services: Services,
+        config: RunConfig,
+        step: int,
+        wave: int,
+        weight_version: str,
+        specs: Specs = (),
+        places: Places | None = None,
     ) -> None:
-        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to."""
+        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to. `places`: of the
+        servers, as all waves of the flow know them."""
         self.services = services
         self.config = config
         self.step = step
@@ -140,6 +150,10 @@ class RolloutClient:
         self._placement = Placement(services.sandbox_urls, len(specs))
         for spec in specs:
             self._placement.place(spec.slot_id, spec.image or spec.task_id)
+        self._places = places or Places()
+        box = config.sandbox
+        self._need = {"milli_cpus": 1000 * box.reserved_cpus, "memory_mb": box.memory_mb, "pids": box.pids}
+        self._lines: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # before each server
         path = config.rollout.generate
         self._generate: Generate = load_function(path, "rollout.generate") if path else run_as_asked
 
@@ -162,12 +176,15 @@ class RolloutClient:
         """The first part of `attempt`: until agent and verifier are done. It is all that keeps a sandbox and engines
         busy; `finish` may wait for others."""
         attempt_id = spec.attempt_id(try_index)
+        server = await self._place(spec, try_index)
         started_at = time.time()
         session_id, reply = "", None
-        server = self._sandbox_server(spec, try_index)
         with self._stores.player():
             try:
-                session_id, base_url = await self._open_session(spec, attempt_id)
+                try:
+                    session_id, base_url = await self._open_session(spec, attempt_id)
+                finally:
+                    self._places.sent(server)
                 reply = await self._run(spec, attempt_id, base_url, server)
                 outcome, detail = reply.outcome, reply.detail
             except _Lost as lost:
@@ -227,9 +244,27 @@ class RolloutClient:
             self._placement.place(spec.slot_id, spec.image or spec.task_id)
         return self._placement.node_of(spec.slot_id, try_index)
 
+    async def _place(self, spec: AttemptSpec, try_index: int) -> str:
+        """Its server, when that has a place for it; another one if it is lost meanwhile."""
+        while True:
+            server = self._sandbox_server(spec, try_index)
+            async with self._lines[server]:  # in the order of asking
+                await self._places.take(server, self._need, self._health)
+            if server == self._sandbox_server(spec, try_index):
+                return server
+            self._places.sent(server)
+
+    async def _health(self, server: str) -> Any:
+        try:
+            _status, answer = await _answer(self._sandboxes, "GET", f"{server}/health", None, _FLUSH_TIMEOUT_S)
+            return orjson.loads(answer)
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
+            return None
+
     async def _flush(self, attempt_id: str, server: str) -> None:
         """End an attempt nobody waits for any more, so that it neither holds a slot nor samples on. Best effort: the
         sandbox server ends it at its own deadline at the latest."""
+
         async def ran_at(url: str) -> bool:
             try:
                 which = {"attempt_ids": [attempt_id]}

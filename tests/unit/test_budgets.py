@@ -335,7 +335,7 @@ def test_waves_that_begin_at_once_have_one_share(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(roll_out_task, "StepBudget", slow)
     roll_out_task._shares.cache_clear()
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: roll_out_task._share("flow", "r", 0, 0.5, 8), range(2))
+        first, second = pool.map(lambda _: roll_out_task._share("flow", "r", 0, 0.5, 8)[0], range(2))
     roll_out_task._shares.cache_clear()
     assert first is second
 

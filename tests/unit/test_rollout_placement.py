@@ -73,6 +73,32 @@ def test_the_rest_of_a_wave_leaves_a_server_that_is_gone(tmp_path: Path, monkeyp
     assert Outcome.SANDBOX_LOST not in outcomes[1:] and asked.count("/run") == len(outcomes) - 1
 
 
+def test_an_attempt_that_waits_for_a_place_leaves_a_server_that_is_lost(tmp_path: Path) -> None:
+    urls = ["http://full", "http://other"]
+    full = {"running": 1, "held_unconfirmed": 0, "promised_to": 1, "queued": 0, "max_concurrent": 1, "window": 1}
+    full |= {"room": {"memory_mb": 9}, "room_left": {"memory_mb": 8}}
+
+    async def go() -> None:
+        services = services_at(tmp_path, GONE, GONE).model_copy(update={"sandbox_urls": urls})
+        async with RolloutClient(services, RunConfig(), 0, 0, "demo:0", SPECS[:8]) as client:
+            here = [spec for spec in SPECS[:8] if client._sandbox_server(spec, 0) == urls[0]]
+            away = False
+
+            async def health(server: str) -> object:
+                return full if server == urls[0] and not away else None
+
+            client._health = health  # type: ignore[method-assign]
+            waiting = [asyncio.create_task(client._place(spec, 0)) for spec in here]
+            await asyncio.sleep(0.1)
+            assert not any(one.done() for one in waiting)
+            away = True
+            client._placement.lose(urls[0])
+            async with asyncio.timeout(10):
+                assert set(await asyncio.gather(*waiting)) == {urls[1]}
+
+    asyncio.run(go())
+
+
 def test_a_session_server_that_is_gone_takes_no_sandbox_server_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
