@@ -294,6 +294,7 @@ STEERING: dict[str, tuple[str, set[str]]] = {
     ),
     "turns": (ASK % (FIRST + 'for _ in range(20): post("/chat/completions", first)'), {"TurnLimitExceeded"}),
     "disk": ("head -c 30000000 /dev/zero > fill; " + BREAK, {"SandboxLimitExceeded"}),
+    "memory": ("python3 -c 'x = bytearray(2 << 30)'", {"Submitted", "AgentExited", "SandboxLimitExceeded"}),
     "pids": ("for i in $(seq 300); do sleep 60 & done", {"AgentExited", "AgentTimeout", "SandboxLimitExceeded"}),
     "hang": ("sleep 60", {"AgentTimeout"}),
     "flood": (
