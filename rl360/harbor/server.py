@@ -6,6 +6,7 @@ import argparse
 import logging
 import resource
 import socket
+import threading
 from pathlib import Path
 
 import uvicorn
@@ -16,6 +17,7 @@ from rl360.errors import BadInput, Rl360Error
 from rl360.harbor.app import make_app
 from rl360.harbor.judge import Judge
 from rl360.harbor.replies import Replies
+from rl360.harbor.retention import keep_pruned
 from rl360.sandboxes.admission import BOUNDLESS, Gate, Reservations, Room
 from rl360.sandboxes.host import promised, take_share
 from rl360.sandboxes.providers import KINDS, open_provider, room_of
@@ -117,6 +119,8 @@ def main(argv: list[str] | None = None) -> None:
         app = make_app(provider, agents, gate, args.queue_limit, token, judge, replies, args.tasks)
     except Rl360Error as error:
         raise SystemExit(f"sandbox server: {error}") from None
+    if replies is not None:
+        threading.Thread(target=keep_pruned, args=(replies.store,), name="retention", daemon=True).start()
     uvicorn.run(
         app,
         host=args.host,
