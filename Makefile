@@ -29,7 +29,8 @@ test: setup  ## unit and property tests, those of Megatron-core and the trainer,
 	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not contract and not chaos" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/property -n 2 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/contract/test_train*.py tests/contract/test_weights*.py -n 2 --dist loadfile $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/contract tests/chaos --ignore-glob='*/test_train*' --ignore-glob='*/test_weights*' --durations=40 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/contract tests/chaos --ignore-glob='*/test_train*' --ignore-glob='*/test_weights*' \
+		-n 2 --dist loadgroup --no-loadscope-reorder --durations=40 $(PYTEST_ARGS)
 
 test-fast: setup  ## unit and property tests only
 	$(BIN)/python -m pytest tests/unit tests/property -m "not contract and not chaos" $(PYTEST_ARGS)

@@ -12,8 +12,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from rl360.config.services import Services, load_services
 from rl360.store.object_store import ObjectStore
@@ -21,6 +23,17 @@ from rl360.store.object_store import ObjectStore
 ROOT = Path(__file__).resolve().parents[1]
 PORT_BASE = 15_000
 CLI_DEADLINE_S = 600
+SHARE_SERVICES = {  # files whose tests use the fixture `services`
+    "test_fleet_kill",
+    "test_kill_flow",
+    "test_kill_services",
+    "test_push",
+    "test_push_refusal",
+    "test_replay_run",
+    "test_run_life",
+    "test_sessions_engine",
+    "test_spine",
+}
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -30,15 +43,43 @@ def pytest_configure() -> None:
     gc.disable()
 
 
+class _FilesBesideTheServices(LoadFileScheduling):
+    """`--dist loadgroup`: one worker has every file that shares the session's services, the other takes the rest."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "services" if Path(file).stem in SHARE_SERVICES else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _FilesBesideTheServices(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that share the services come first: theirs is the longest way."""
+    share = {item.path.stem for item in items if "services" in getattr(item, "fixturenames", ())}
+    if share - SHARE_SERVICES:
+        raise pytest.UsageError(f"SHARE_SERVICES of tests/conftest.py lacks {sorted(share - SHARE_SERVICES)}")
+    items.sort(key=lambda item: "" if item.path.stem in SHARE_SERVICES else item.path.stem)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays to the end: no collection of garbage needs to walk through it."""
     gc.freeze()
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
     gc.enable()
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        _take_down_what_workers_left(config)
+
+
+def _take_down_what_workers_left(config: pytest.Config) -> None:
+    """A worker has seconds to end when a person interrupts, and `rl360 down` may need more."""
+    for state in config._tmp_path_factory.getbasetemp().glob("popen-*/home*/state.json"):  # type: ignore[attr-defined]
+        print(f"{state.parent}: {run_cli(state.parent, 'down').stdout}", end="")
 
 
 def run_cli(home: str | Path, *args: str, deadline_s: float = CLI_DEADLINE_S) -> subprocess.CompletedProcess[str]:

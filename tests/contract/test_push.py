@@ -151,6 +151,7 @@ def rig(services: Services) -> Iterator[Rig]:
         asyncio.run(push(made.store, services, made.run, 99, version, made.weights, CONFIG))
 
 
+@pytest.mark.timeout(900)  # the first that needs the services has them started in its set-up
 def test_both_confirmed_and_generation_differs(rig: Rig) -> None:
     first = rig.push(0)
     before = {url: generate(url)[0] for url in rig.services.engine_urls}
