@@ -80,10 +80,10 @@ def sample_groups(store: ObjectStore, config: RunConfig, step: int) -> Produced:
         last = load_plan(store, config.run, step - 1), read_records(store, config.run, step - 1)
     key = step_key(config.run, step, "groups.msgpack")
     try:  # of a past run of this task: it is planned again as it was then, whoever was released since
-        held = StepPlan.from_wire(unpack(store.get(key), key), key)
+        like = StepPlan.from_wire(unpack(store.get(key), key), key)
     except KeyError:
-        held = StepPlan({}, [], quarantined=sorted(quarantined(store, config.run)))
-    plan = plan_step(taskset, config, step, last, quarantined=held.quarantined, schema=held.schema)
+        like = StepPlan({}, [], quarantined=sorted(quarantined(store, config.run)))
+    plan = plan_step(taskset, config, step, last, like)
     ref = put_object(store, key, pack(plan.to_wire()))
     counts = {"groups": len(plan.groups), "attempts": plan.attempts, "waves": len(plan.waves)}
     counts["wave_size"] = max(len(wave) for wave in plan.waves)

@@ -26,6 +26,7 @@ from rl360.store.object_store import ObjectStore
 
 ENOUGH = 32  # attempts that ended before their losses are judged
 TOP = 3
+PAID = 1 << 30
 Quarantine = dict[str, object]  # task, step, starts, detail of the last one, at (unix seconds)
 
 
@@ -42,13 +43,6 @@ class StepBudget:
         self._lost: Counter[Outcome] = Counter()
         self._said: dict[Outcome, str] = {}
 
-    def tried(self, records: Iterable[AttemptRecord]) -> None:
-        """These are stored."""
-        with self._lock:
-            for record in records:
-                if record.try_index:
-                    self._tries[record.group_id].add(record.attempt_id)
-
     def pays(self, group_id: str, attempt_id: str, most: int) -> bool:
         """Whether a group of which `most` further tries are paid pays for this one, or has."""
         with self._lock:
@@ -58,25 +52,21 @@ class StepBudget:
             paid.add(attempt_id)
             return True
 
-    def excused(self) -> None:
-        """An attempt ended that is neither lost nor not: the step is judged by the others."""
+    def ended(self, record: AttemptRecord, *, lost: bool | None) -> None:
+        """An attempt ended for good; lost None: it counts for nothing, the step is judged by the others. Raises
+        `InfraLosses` when too many did without a verdict: more than may of those that ended, once they are enough to go
+        by, or of all that there are, however the rest ends."""
         with self._lock:
-            self._attempts -= 1
-            self._judge()
-
-    def ended(self, record: AttemptRecord, *, lost: bool) -> None:
-        """An attempt ended for good. Raises `InfraLosses` when too many did without a verdict: more than may of those
-        that ended, once they are enough to go by, or of all that there are, however the rest ends."""
-        with self._lock:
-            self._ended += 1
+            if lost is None:
+                self._attempts -= 1
+            else:
+                self._ended += 1
             if lost:
                 self._lost[record.outcome] += 1
                 self._said[record.outcome] = record.detail
-            self._judge()
-
-    def _judge(self) -> None:
-        count, of = self._lost.total(), self._ended if self._ended >= ENOUGH else self._attempts
-        if count > self._limit * of:
+            count, of = self._lost.total(), self._ended if self._ended >= ENOUGH else self._attempts
+            if count <= self._limit * of:
+                return
             causes = [
                 f"{outcome} {number} ({boundary_of(outcome)}: {self._said[outcome][:120] or 'no detail'})"
                 for outcome, number in self._lost.most_common(TOP)
@@ -97,7 +87,9 @@ class Budgets:
     ) -> None:
         self._store, self._config, self._step, self._share = store, config, step, share
         self._quarantined = quarantined(store, config.run)
-        share.tried(earlier)
+        for record in earlier:
+            if record.try_index:
+                share.pays(record.group_id, record.attempt_id, PAID)
         self._started: Counter[str] = Counter()  # sandboxes by task
         # by task: starts that failed in a row, and the sandboxes of other tasks that had started before the first
         self._failed: dict[str, tuple[list[AttemptRecord], int]] = {}
@@ -146,11 +138,9 @@ class Budgets:
 
     def ended(self, record: AttemptRecord) -> None:
         """An attempt ended for good in this flow run. Raises `InfraLosses`."""
-        if record.task_id in self._quarantined and record.outcome is Outcome.SANDBOX_START:
-            self._share.excused()  # named already
-            return
+        named = record.task_id in self._quarantined and record.outcome is Outcome.SANDBOX_START  # already
         scored = self._config.rollout.unverified_timeout == "score_zero" and record.outcome is Outcome.AGENT_TIMEOUT
-        self._share.ended(record, lost=record.outcome not in HAS_VERDICT and not scored)
+        self._share.ended(record, lost=None if named else record.outcome not in HAS_VERDICT and not scored)
 
 
 def quarantined(store: ObjectStore, run: str) -> dict[str, Quarantine]:

@@ -122,17 +122,9 @@ class RolloutClient:
     """Talks to the session and sandbox servers of one deployment, for one wave at one weight version."""
 
     def __init__(
-        self,
-        services: Services,
-        config: RunConfig,
-        step: int,
-        wave: int,
-        weight_version: str,
-        specs: Specs = (),
-        places: Places | None = None,
+        self, services: Services, config: RunConfig, step: int, wave: int, weight_version: str, specs: Specs = ()
     ) -> None:
-        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to. `places`: of the
-        servers, as all waves of the flow know them."""
+        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to."""
         self.services = services
         self.config = config
         self.step = step
@@ -150,7 +142,7 @@ class RolloutClient:
         self._placement = Placement(services.sandbox_urls, len(specs))
         for spec in specs:
             self._placement.place(spec.slot_id, spec.image or spec.task_id)
-        self._places = places or Places()
+        self.places = Places()  # or those of all waves of a flow
         box = config.sandbox
         self._need = {"milli_cpus": 1000 * box.reserved_cpus, "memory_mb": box.memory_mb, "pids": box.pids}
         self._lines: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # before each server
@@ -181,10 +173,7 @@ class RolloutClient:
         session_id, reply = "", None
         with self._stores.player():
             try:
-                try:
-                    session_id, base_url = await self._open_session(spec, attempt_id)
-                finally:
-                    self._places.sent(server)
+                session_id, base_url = await self._open_session(spec, attempt_id)
                 reply = await self._run(spec, attempt_id, base_url, server)
                 outcome, detail = reply.outcome, reply.detail
             except _Lost as lost:
@@ -194,6 +183,8 @@ class RolloutClient:
                         self._placement.lose(server)
                 if session_id:
                     await self._flush(attempt_id, server)
+            finally:
+                self.places.leave(server)
         return Played(spec, try_index, started_at, time.time(), session_id, reply, outcome, detail)
 
     async def finish(self, played: Played) -> AttemptRecord:
@@ -249,17 +240,13 @@ class RolloutClient:
         while True:
             server = self._sandbox_server(spec, try_index)
             async with self._lines[server]:  # in the order of asking
-                await self._places.take(server, self._need, self._health)
+                await self.places.take(server, self._need, self._health)
             if server == self._sandbox_server(spec, try_index):
                 return server
-            self._places.sent(server)
+            self.places.leave(server)
 
-    async def _health(self, server: str) -> Any:
-        try:
-            _status, answer = await _answer(self._sandboxes, "GET", f"{server}/health", None, _FLUSH_TIMEOUT_S)
-            return orjson.loads(answer)
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
-            return None
+    async def _health(self, server: str) -> dict[str, Any]:
+        return await _told(self._sandboxes, f"{server}/health")
 
     async def _flush(self, attempt_id: str, server: str) -> None:
         """End an attempt nobody waits for any more, so that it neither holds a slot nor samples on. Best effort: the
@@ -381,11 +368,7 @@ class RolloutClient:
     async def _sampled_tokens(self, attempt_id: str, session_id: str) -> int | None:
         """What a session that could not be stored says it sampled; None when it cannot be asked."""
         url = f"{spread(self.services.session_urls, attempt_id)}/sessions/{session_id}"
-        try:
-            _status, answer = await _answer(self._sessions, "GET", url, None, _FLUSH_TIMEOUT_S)
-            sampled = orjson.loads(answer)["sampled_tokens"]
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError):
-            return None
+        sampled = (await _told(self._sessions, url)).get("sampled_tokens")
         return sampled if type(sampled) is int and sampled >= 0 else None
 
     async def _ask_sessions(self, url: str, body: dict[str, Any]) -> bytes:
@@ -413,6 +396,16 @@ async def _answer(
     data = None if body is None else orjson.dumps(body)
     async with http.request(method, url, data=data, timeout=timeout, allow_redirects=False) as reply:
         return reply.status, await reply.read()
+
+
+async def _told(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """What it answers when it is asked, or nothing."""
+    try:
+        _status, answer = await _answer(http, "GET", url, None, _FLUSH_TIMEOUT_S)
+        told = orjson.loads(answer)
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 async def _send(

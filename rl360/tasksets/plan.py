@@ -15,7 +15,7 @@ from rl360.config.run import RunConfig
 from rl360.errors import CorruptObject
 from rl360.sessions.sample import AttemptRecord
 from rl360.tasksets.mix import History, learned
-from rl360.tasksets.taskset import TaskSet, draw
+from rl360.tasksets.taskset import TaskSet, draw, instead
 
 PLAN_SCHEMA = 2
 READS = (1, 2)  # 1 knew no images, its attempts are placed by their tasks, and drew quarantined tasks too
@@ -52,8 +52,8 @@ class StepPlan:
             raise CorruptObject(key, f"is not a step plan of schema {' or '.join(map(str, READS))}")
         try:
             waves = [[AttemptSpec(**spec) for spec in wave] for wave in wire["waves"]]
-            banned = [str(name) for name in wire.get("quarantined", [])]
-            return cls(dict(wire["groups"]), waves, dict(wire.get("history", {})), banned, wire["schema_version"])
+            known = dict(wire.get("history", {})), list(wire.get("quarantined", []))
+            return cls(dict(wire["groups"]), waves, *known, wire["schema_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptObject(key, f"step plan lacks or misspells a field ({error})") from None
 
@@ -62,29 +62,24 @@ def _wire_of(spec: AttemptSpec) -> dict[str, str]:
     return {name: value for name, value in asdict(spec).items() if value or name != "image"}
 
 
-def plan_step(
-    taskset: TaskSet,
-    config: RunConfig,
-    step: int,
-    last: tuple[StepPlan, Sequence[AttemptRecord]] | None = None,
-    *,
-    quarantined: Sequence[str] = (),
-    schema: int = PLAN_SCHEMA,
-) -> StepPlan:
+Last = tuple[StepPlan, Sequence[AttemptRecord]] | None
+NEW = StepPlan({}, [])
+
+
+def plan_step(taskset: TaskSet, config: RunConfig, step: int, last: Last = None, like: StepPlan = NEW) -> StepPlan:
     """Draw `groups_per_step` tasks and lay out their attempts in waves of at most `wave_size`, groups kept whole.
-    `last`: plan and records of the step before, where the run draws by difficulty. `quarantined`: tasks that others are
-    drawn for. `schema`: an earlier one plans as rl360 did then."""
+    `last`: plan and records of the step before, where the run draws by difficulty. `like`: under its schema, and
+    around what it had in quarantine."""
     history = None if last is None else learned(last[0].history, last[1])
     groups: dict[str, str] = {}
     specs: list[AttemptSpec] = []
     asked = config.taskset
-    number = step + config.steps_before
-    drawn = draw(taskset, config.seed, number, asked.groups_per_step, asked.weights, history, quarantined)
-    for index, task_id in enumerate(drawn):
+    drawn = draw(taskset, config.seed, step + config.steps_before, asked.groups_per_step, asked.weights, history)
+    for index, task_id in enumerate(instead(taskset, drawn, like.quarantined, asked.weights)):
         group_id = f"s{step:06}-g{index:03}"
         groups[group_id] = task_id
         task = taskset[task_id]
-        image = task.image if schema > 1 else ""
+        image = task.image if like.schema > 1 else ""
         specs.extend(
             AttemptSpec(f"{group_id}-a{slot:02}", group_id, task_id, str(task.path), task.domain, image)
             for slot in range(config.taskset.attempts_per_group)
@@ -92,4 +87,4 @@ def plan_step(
     size, whole = config.rollout.wave_size, config.taskset.attempts_per_group
     size -= size % whole if size >= whole else 0
     waves = [specs[start : start + size] for start in range(0, len(specs), size)]
-    return StepPlan(groups, waves, history or {}, list(quarantined), schema)
+    return StepPlan(groups, waves, history or {}, like.quarantined, like.schema)

@@ -114,12 +114,10 @@ def draw(
     n: int,
     weights: Mapping[str, float] | None = None,
     history: Mapping[str, Sequence[float]] | None = None,
-    without: Collection[str] = (),
 ) -> list[str]:
     """Task ids of the `n` groups of `step`: positions step*n .. step*n+n-1 of an endless sequence of shuffled passes
     over the set, or with `weights` over each domain, which then comes by its weight. With `history` (passed, tried) a
-    position keeps its domain and takes a task of it whose attempts disagree. A place whose task is in `without` takes
-    another of its domain, and all others keep theirs.
+    position keeps its domain and takes a task of it whose attempts disagree.
     """
     if step < 0 or n < 1:
         raise BadInput(f"cannot draw {n} tasks for step {step}: the step is at least 0 and the number at least 1")
@@ -132,38 +130,32 @@ def draw(
         places = domains_at(weights, step * n, n)
     if history is None:
         orders = ((pools[domain], domain, place) for domain, place in places)
-        drawn = [
+        return [
             ids[_epoch_order(len(ids), seed, place // len(ids), domain)[place % len(ids)]]
             for ids, domain, place in orders
         ]
-        return _instead(taskset, drawn, without, f"instead:{seed}:{step}", weights) if without else drawn
     counts = Counter(domain for domain, _ in places)
-    tried = {domain: [name for name in ids if name not in without] or ids for domain, ids in pools.items()}
     chosen = {
-        domain: iter(undecided(tried[domain], history, count, f"difficulty:{seed}:{step}:{domain}"))
+        domain: iter(undecided(pools[domain], history, count, f"difficulty:{seed}:{step}:{domain}"))
         for domain, count in counts.items()
     }
-    drawn = [next(chosen[domain]) for domain, _ in places]
-    return _instead(taskset, drawn, without, f"instead:{seed}:{step}", weights) if without else drawn
+    return [next(chosen[domain]) for domain, _ in places]
 
 
-def _instead(
-    taskset: TaskSet, drawn: Sequence[str], without: Collection[str], key: str, weights: Mapping[str, float] | None
-) -> list[str]:
-    """`drawn` with others for those in `without`: of the same domain, of any that is drawn from where it has none left;
-    those that came least often in the step, and among them by chance."""
-    domains = {domain: ids for domain, ids in taskset.by_domain.items() if not weights or weights[domain]}
-    left = {domain: [name for name in ids if name not in without] for domain, ids in domains.items()}
+def instead(taskset: TaskSet, drawn: list[str], without: Collection[str], weights: Mapping[str, float]) -> list[str]:
+    """`drawn` with others in the places of those in `without`: of the same domain, of any that is drawn from where it
+    has none left; those that came least often in the step, and among them by chance."""
+    if not without:
+        return drawn
+    pools = taskset.by_domain.items()
+    left = {of: [name for name in ids if name not in without] for of, ids in pools if not weights or weights[of]}
     anywhere = [name for ids in left.values() for name in ids]
     if not anywhere:
         raise BadInput(f"all tasks of {taskset.spec} are in quarantine: `rl360 tasks release` lets a run try one again")
-    rng, seen = random.Random(key), Counter(drawn)
-    found = []
-    for name in drawn:
+    rng, seen, drawn = random.Random(f"instead:{drawn}"), Counter(drawn), [*drawn]
+    for place, name in enumerate(drawn):
         if name in without:
             pool = left[taskset[name].domain] or anywhere
-            least = min(seen[other] for other in pool)
-            name = rng.choice([other for other in pool if seen[other] == least])
-            seen[name] += 1
-        found.append(name)
-    return found
+            drawn[place] = min(pool, key=lambda other: (seen[other], rng.random()))
+            seen[drawn[place]] += 1
+    return drawn

@@ -27,29 +27,30 @@ def health(hold: int = 0, queued: int = 0, held: int = 0, memory_mb: int = 1 << 
 
 
 @pytest.mark.parametrize(
-    ("said", "coming", "free"),
+    ("said", "here", "free"),
     [
         (health(), 0, 8),
         (health(5), 0, 3),
-        (health(5, queued=2), 1, 0),
+        (health(5, queued=2), 1, 1),
+        (health(5, queued=2), 8, 0),  # one is on its way
+        (health(5), 4, 3),  # another run's
         (health(8), 0, 0),
-        (health(8, queued=5), 3, -8),
+        (health(8, queued=5), 3, 0),
         (health(2, memory_mb=1000), 0, 0),
         (health(1, memory_mb=1000), 0, 1),
         (health(0, memory_mb=1000), 0, 1),
         (health(0, memory_mb=300), 0, 1),  # what a task really asks for may fit
-        (health(0, memory_mb=300), 1, -1),
+        (health(0, memory_mb=300), 1, 0),
         (health(3, held=2), 0, 5),
         (health(0, max_concurrent=999, window=2), 0, 2 * AHEAD),
-        (health(3, running=5), 0, 3),  # two on their way into the queue
         (None, 0, UNKNOWN),
         ({"status": "ok"}, 3, UNKNOWN),
         ([], 0, UNKNOWN),
         (health(0, room_left=None), 0, UNKNOWN),
     ],
 )
-def test_what_a_server_could_begin(said: Any, coming: int, free: int) -> None:
-    assert max(free_places(said, coming, NEED), 0) == max(free, 0)
+def test_what_a_server_could_begin(said: Any, here: int, free: int) -> None:
+    assert max(free_places(said, here, NEED), 0) == free
 
 
 class Machine:
@@ -73,36 +74,39 @@ class Machine:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(1, 8), min_size=1, max_size=3))
 def test_waves_in_their_threads_never_fill_a_servers_queue(size: int, waves: list[int]) -> None:
-    machine, shared = Machine(size), Places(0.01)
+    machine, shared = Machine(size), Places()
 
     async def attempt(line: asyncio.Lock) -> None:
         async with line:
             await shared.take("s", NEED, machine.health)
         await asyncio.sleep(0.003)  # its session is opened
         machine.move(1)
-        shared.sent("s")
         await asyncio.sleep(0.005)
         machine.move(-1)
+        shared.leave("s")
 
     async def wave(count: int) -> None:
         line = asyncio.Lock()
         await asyncio.gather(*(attempt(line) for _ in range(count)))
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(waves)) as threads:
-        patch.setattr(module, "SEEN_S", 0.05)
+        patch.setattr(module, "EVERY_S", 0.01)
         for done in [threads.submit(asyncio.run, wave(count)) for count in waves]:
             done.result(timeout=60)
     assert machine.most <= size and machine.there == 0
 
 
-def test_one_that_waits_goes_on_when_asking_was_cut_off_and_when_nothing_is_said() -> None:
+def test_one_that_waits_goes_on_when_asking_was_cut_off_and_when_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "EVERY_S", 0.01)
     answers: list[Any] = [asyncio.Event().wait, lambda: asyncio.sleep(0, health(8)), lambda: asyncio.sleep(0, None)]
 
     async def ask(_server: str) -> Any:
         return await answers.pop(0)()
 
     async def go() -> None:
-        shared = Places(0.01)
+        shared = Places()
         cut = asyncio.create_task(shared.take("s", NEED, ask))
         await asyncio.sleep(0.01)
         cut.cancel()
@@ -114,11 +118,12 @@ def test_one_that_waits_goes_on_when_asking_was_cut_off_and_when_nothing_is_said
     asyncio.run(go())
 
 
-def test_a_server_is_asked_once_for_all_that_it_has_room_for() -> None:
+def test_a_server_is_asked_once_for_all_that_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVERY_S", 5.0)
     machine = Machine(8)
 
     async def go() -> None:
-        shared = Places(5.0)
+        shared = Places()
         for _ in range(8):
             await shared.take("s", NEED, machine.health)
 

@@ -19,7 +19,7 @@ from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.store.codec import pack, unpack
 from rl360.tasksets.mix import domains_at, learned, undecided
 from rl360.tasksets.plan import StepPlan, plan_step
-from rl360.tasksets.taskset import TaskEntry, TaskSet, draw
+from rl360.tasksets.taskset import TaskEntry, TaskSet, draw, instead
 from tests.unit import ledger_run
 from tests.unit.memory_store import MemoryStore
 
@@ -186,22 +186,22 @@ def test_another_of_its_domain_is_drawn_for_a_task_in_quarantine(data: st.DataOb
     plain = draw(taskset, *asked)
     if len(banned) == len(taskset):
         with pytest.raises(BadInput, match="all tasks of mixed are in quarantine: `rl360 tasks release`"):
-            draw(taskset, *asked, banned)
+            instead(taskset, plain, banned, asked[3] or {})
         return
-    drawn = draw(taskset, *asked, banned)
-    assert drawn == draw(taskset, *asked, sorted(banned)) and not banned & set(drawn)
+    drawn = instead(taskset, plain, banned, asked[3] or {})
+    assert drawn == instead(taskset, plain, sorted(banned), asked[3] or {}) and not banned & set(drawn)
     left = {name for name in domains if not set(taskset.by_domain[name]) <= banned}
     for here, was in zip(drawn, plain, strict=True):
-        if asked[3] is not None or asked[4] is None:  # difficulty alone has no shares
-            assert here[0] == was[0] or was[0] not in left, "its domain keeps its share while it has a task left"
-        assert here == was or was in banned or asked[4] is not None, "all others keep their places"
+        assert here[0] == was[0] or was[0] not in left, "its domain keeps its share while it has a task left"
+        assert here == was or was in banned, "all others keep their places"
 
 
 def test_who_is_drawn_for_others_comes_no_more_often_than_it_must() -> None:
     taskset = mixed(a=12, b=1)
     for step in range(20):
-        banned = draw(taskset, 0, step, 13)[:6]
-        drawn = Counter(draw(taskset, 0, step, 13, None, None, banned))
+        plain = draw(taskset, 0, step, 13)
+        banned = plain[:6]
+        drawn = Counter(instead(taskset, plain, banned, {}))
         most = 2 if "b00" not in banned else 3
         assert max(drawn.values()) <= most and len(drawn) == 13 - len(banned)
 
@@ -209,6 +209,7 @@ def test_who_is_drawn_for_others_comes_no_more_often_than_it_must() -> None:
 def test_tasks_of_a_domain_without_weight_are_never_drawn_for_others() -> None:
     taskset = mixed(a=2, b=2)
     for step in range(9):
-        assert draw(taskset, 0, step, 4, {"a": 1, "b": 0}, None, ["a00"]) == ["a01"] * 4
+        plain = draw(taskset, 0, step, 4, {"a": 1, "b": 0})
+        assert instead(taskset, plain, ["a00"], {"a": 1, "b": 0}) == ["a01"] * 4
         with pytest.raises(BadInput, match="in quarantine"):
-            draw(taskset, 0, step, 4, {"a": 1, "b": 0}, None, ["a00", "a01"])
+            instead(taskset, plain, ["a00", "a01"], {"a": 1, "b": 0})

@@ -101,7 +101,7 @@ def test_a_plan_carries_the_images_that_tasks_share(tmp_path: Path) -> None:
 
 def test_a_plan_of_before_there_were_images_is_read_and_planned_again_as_it_was(tmp_path: Path) -> None:
     taskset = two_of_an_image(tmp_path)
-    old = plan_step(taskset, config(groups=3), 0, schema=1)
+    old = plan_step(taskset, config(groups=3), 0, like=StepPlan({}, [], schema=1))
     wire = old.to_wire()
     assert wire["schema_version"] == 1 and not [spec for spec in wire["waves"][0] if "image" in spec]
     assert StepPlan.from_wire(unpack(pack(wire), "key"), "key") == old
