@@ -38,9 +38,9 @@ elif not ready(FOLDER):
 pytestmark = [pytest.mark.contract, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 
-def keys(text: str, *, complete: bool = False) -> Say:
+def keys(text: str, *, complete: bool = False, wait_s: float = 0.5) -> Say:
     """What terminus-2 wants of its model: keystrokes as JSON."""
-    commands = [{"keystrokes": text, "duration": 0.5}] if text else []
+    commands = [{"keystrokes": text, "duration": wait_s}] if text else []
     said = {"analysis": "a", "plan": "p", "commands": commands, "task_complete": complete}
     return Say(json.dumps(said))
 
@@ -124,7 +124,14 @@ def test_terminus_2_types_into_the_sandbox(tmp_path: Path, task: Path, sessions:
         ([keys("echo 42 > answer\n"), *[keys("true\n")] * 9], {"max_turns": 2}, "TurnLimitExceeded", "passed"),
         ([keys("echo 42 > answer\n"), Fail(409, "length")], {}, "SequenceLengthLimitExceeded", "truncated"),
         ([keys("true\n"), *[Fail(404, "not_found", retry=False)] * 20], {}, "SessionLost", "session_lost"),
-        ([keys("echo 42 > answer\n"), Hang(60)], {"agent_timeout_s": 25.0}, "AgentTimeout", "passed"),
+        (
+            [keys("echo 42 > answer\n"), keys("sleep 60\n", wait_s=60)],
+            {"agent_timeout_s": 25.0},
+            "AgentTimeout",
+            "passed",
+        ),
+        ([keys("true\n"), Hang(90)], {"agent_timeout_s": 45.0}, "GenerationError", "generation_error"),
+        ([keys("tmux kill-server\n"), *[keys("true\n")] * 9], {}, "Submitted", "failed"),
     ],
 )
 def test_how_terminus_2_ends(
@@ -139,7 +146,7 @@ def test_how_terminus_2_ends(
 ) -> None:
     reply = play(tmp_path, task, agents["terminus-2"], sessions.add("end", *turns), **given)
     assert (reply.exit_status, reply.outcome) == (status, outcome), reply
-    assert (reply.reward is None) == (outcome == "session_lost")
+    assert (reply.reward is None) == (outcome in ("session_lost", "generation_error"))
 
 
 def test_a_sandbox_lost_under_harbor_is_no_reward(
@@ -181,3 +188,11 @@ def test_mini_swe_agent_runs_in_the_sandbox(
     reply = play(tmp_path, task, agents["mini-swe-agent"], url)
     assert (reply.outcome, reply.exit_status, reply.reward) == ("passed", "Submitted", 1.0), reply
     assert reply.agent_metrics["turns"] == 2
+
+
+def test_mini_swe_agent_that_its_own_model_ended_is_judged(
+    tmp_path: Path, task: Path, sessions: ScriptedSessions, agents: Any
+) -> None:
+    url = sessions.add("ended", Bash("echo 41 > answer; kill -TERM $PPID; sleep 5"), Say("done"))
+    reply = play(tmp_path, task, agents["mini-swe-agent"], url)
+    assert (reply.outcome, reply.exit_status, reply.reward) == ("failed", "AgentExited", 0.0), reply
