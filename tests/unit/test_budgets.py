@@ -190,6 +190,17 @@ def test_a_task_that_never_starts_while_others_do_is_quarantined() -> None:
         budgets.ended(unstarted("bad"))
 
 
+def test_a_plug_ins_reply_that_tells_no_phases_started_when_it_was_verified() -> None:
+    """A generate function may make the reply itself; without this its task could be told not to start, or none."""
+    silent = replace(record("good", Outcome.FAILED), phases_s={})
+    budgets = budgets_of(MemoryStore(), quarantine_after=2)
+    assert [made for _ in range(2) for made in budgets.note(unstarted("bad"))] == []
+    assert [made["task"] for _ in range(2) for made in budgets.note(silent)] == ["bad"]
+    budgets = budgets_of(MemoryStore(), quarantine_after=2)
+    for made in [unstarted("good"), silent] * 4 + [record("other", Outcome.PASSED)] * 4:
+        assert budgets.note(made) == []
+
+
 def test_when_nothing_starts_it_is_no_tasks_fault() -> None:
     budgets = budgets_of(MemoryStore(), quarantine_after=2)
     assert not [task for name in "abcabcabc" for task in budgets.note(unstarted(name))]

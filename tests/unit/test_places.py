@@ -79,9 +79,9 @@ def test_waves_in_their_threads_never_fill_a_servers_queue(size: int, waves: lis
     async def attempt(line: asyncio.Lock) -> None:
         async with line:
             await shared.take("s", NEED, machine.health)
-        await asyncio.sleep(0.003)  # its session is opened
+        await asyncio.sleep(0.03)  # its session is opened: the server is asked again meanwhile
         machine.move(1)
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
         machine.move(-1)
         shared.leave("s")
 
