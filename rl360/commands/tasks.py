@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -68,6 +69,7 @@ def _store() -> ObjectStore:
     return ObjectStore.from_services(load_services())
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FIX = "the tasks must be readable, the home (RL360_HOME, default .rl360) writable"
 
 
@@ -80,6 +82,10 @@ async def _sweep(
     from rl360.sandboxes.providers.remote import RemoteProvider
     from rl360.sandboxes.rooted import Rooted
 
+    loop, me = asyncio.get_running_loop(), asyncio.current_task()
+    assert me is not None
+    for number in STOPS:  # however often: what runs is ended first, and proven gone
+        loop.add_signal_handler(number, me.cancel)
     local = kind == "bubblewrap"
     root = home_dir() / "sandboxes" / ("check" if local else f"check-{kind}")
     provider = open_provider(kind, root, "" if local else service_token())
@@ -125,6 +131,8 @@ def check(
         raise_open_files()
         started = time.monotonic()
         results = asyncio.run(_sweep(provider, directories, concurrency, judge, judge_model))
+    except asyncio.CancelledError:
+        raise Rl360Error("interrupted: its sandboxes were ended, no task is judged") from None
     except OSError as error:  # a folder that cannot be read, a home that cannot be written
         raise BadInput(f"{error.filename or source}: {error.strerror}; {_FIX}") from None
     seconds = time.monotonic() - started

@@ -86,7 +86,10 @@ async def check_tasks(
             async with slots:
                 return await check_task(runner, directory, order)
 
-        return _named_once(await asyncio.gather(*(one(path) for path in directories)))
+        # a group and no gather: that ends with the first that is cancelled, while the others still stop their sandboxes
+        async with asyncio.TaskGroup() as group:
+            checks = [group.create_task(one(path)) for path in directories]
+    return _named_once([check.result() for check in checks])
 
 
 def _named_once(results: list[TaskCheck]) -> list[TaskCheck]:

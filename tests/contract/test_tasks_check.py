@@ -9,14 +9,16 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared by the parts of the suite
-from sandbox_daemons import FakeDocker, Fault
+from sandbox_daemons import FakeDocker, Fault, until
 
 from rl360.bench.oracle import left_of, sweep_row
 from rl360.cli import main
@@ -162,6 +164,35 @@ def test_a_task_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     done = rl360("tasks", "check", "set")
     assert done.returncode == 1 and done.stdout.startswith("set/none: no task.toml; a Harbor task needs"), done.stdout
+
+
+SLOW = "sleep 60\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_check_leaves_nothing_or_is_reaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Two at once, as one may be ended before the other; a person who presses Ctrl-C once more ends it no worse."""
+    monkeypatch.setenv("RL360_HOME", str(tmp_path / "home"))
+    root = tmp_path / "home" / "sandboxes" / "check"
+    (tmp_path / "rows.jsonl").write_text("\n".join(row(name, solution=SLOW) for name in ("a", "b", "c")))
+    argv = [sys.executable, "-m", "rl360.cli", "tasks", "check", str(tmp_path / "rows.jsonl"), "--concurrency", "2"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as check:
+        assert until(lambda: root.is_dir() and len(list(root.glob("live/*/rl360-*.json"))) == 2, 30)
+        time.sleep(1.0)
+        for _ in range(1 if number == signal.SIGKILL else 3):
+            check.send_signal(number)
+            time.sleep(0.05)
+        out, err = check.communicate(timeout=30)
+    if number == signal.SIGKILL:
+        assert rl360("sandboxes", "list", "--json").stdout.count('"state":"orphaned"') == 2
+        done = rl360("sandboxes", "reap", "--yes")
+        assert done.returncode == 0 and done.stdout.count(": gone: none of its processes is left, ") == 2, done.stdout
+    else:
+        assert (check.returncode, out) == (1, "") and err.startswith("error: interrupted: its sandboxes were ended")
+        assert rl360("sandboxes", "reap").stdout == "nothing to reap\n"
+    assert left_of(root) == []
 
 
 def test_two_tasks_of_one_name_are_no_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
