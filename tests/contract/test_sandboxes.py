@@ -446,6 +446,13 @@ class Server:
                 time.sleep(0.1)
         raise AssertionError(f"no health in 60 s: {self.log()}")
 
+    def until(self, **counts: int) -> None:
+        """Wait until its health tells these."""
+        deadline = time.monotonic() + 20
+        while counts != {name: httpx.get(f"{self.url}/health", timeout=5).json()[name] for name in counts}:
+            assert time.monotonic() < deadline, f"no {counts} in 20 s"
+            time.sleep(0.02)
+
     def log(self) -> str:
         return (self.home / "log").read_text()[-3000:]
 
@@ -704,11 +711,11 @@ def test_queue_has_its_own_clock_and_limit(tmp_path: Path, sessions: ScriptedSes
     small.start()
     try:
         with ThreadPoolExecutor(4) as pool:
-            first = pool.submit(play, small, sessions, task, "q0", Bash("sleep 3"), Say("done"))
-            time.sleep(0.8)
+            first = pool.submit(play, small, sessions, task, "q0", Bash("sleep 6"), Say("done"))
+            small.until(running=1)
             second = pool.submit(play, small, sessions, task, "q1", Say("done"), agent_timeout_s=1.0)
-            third = pool.submit(play, small, sessions, task, "q2", Say("done"), queue_timeout_s=1.0)
-            time.sleep(0.4)
+            third = pool.submit(play, small, sessions, task, "q2", Say("done"), queue_timeout_s=4.0)
+            small.until(running=1, queued=2)
             full = small.post("/run", request_for(task, "q3", "http://127.0.0.1:9/x"))
             assert full.status_code == 503 and "limit 2" in full.text
             assert first.result().phases.queue < 1
