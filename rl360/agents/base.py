@@ -33,20 +33,22 @@ class ModelCalls:
     turn is `asked`, and then `answered` or `refused`; one that is cut off stays owed."""
 
     failure: AgentFailure | None = None  # the last refusal of infrastructure, when no turn came after it
-    owed: int = 0
-    since: float = 0.0  # event-loop clock: nothing of what is owed was answered from here on
+    owed: list[float] = field(default_factory=list)  # event-loop clock: when what is not answered was asked for
+    turn_at: float = 0.0  # and when the last turn came
 
-    def asked(self) -> None:
-        if not self.owed:
-            self.since = asyncio.get_running_loop().time()
-        self.owed += 1
+    def asked(self) -> float:
+        """Give it to the other two."""
+        self.owed.append(asyncio.get_running_loop().time())
+        return self.owed[-1]
 
-    def answered(self) -> None:
-        self.owed, self.failure, self.since = self.owed - 1, None, asyncio.get_running_loop().time()
+    def answered(self, asked: float) -> None:
+        self.owed.remove(asked)
+        self.failure, self.turn_at = None, asyncio.get_running_loop().time()
 
-    def refused(self, failure: AgentFailure | None) -> None:
+    def refused(self, asked: float, failure: AgentFailure | None) -> None:
         """None: for what was asked, which says nothing of the model."""
-        self.owed, self.failure = self.owed - 1, failure or self.failure
+        self.owed.remove(asked)
+        self.failure = failure or self.failure
 
 
 @dataclass
@@ -91,7 +93,7 @@ class AgentContext:
         model that is silent since more than half of all the agent's time. Less proves nothing: who asks at the end of
         its time, or ends while it is answered, has no excuse."""
         until = min(asyncio.get_running_loop().time(), self.deadline)
-        silent_s = until - self.calls.since if self.calls.owed else 0.0
+        silent_s = until - max(self.calls.turn_at, min(self.calls.owed, default=until))
         if self.calls.failure is None and silent_s > max(SILENT_S, SILENT_SHARE * self.time_s):
             said = f"its model was silent for the last {silent_s:.0f} s of the agent's {self.time_s:.0f} s"
             return AgentFailure(ExitStatus.GENERATION_ERROR, said, retryable=True)

@@ -172,13 +172,13 @@ async def _sample(
     started = time.monotonic()
     try:
         for pause_s in (*RETRY_PAUSES_S, None):
-            context.calls.asked()
+            asked_at = context.calls.asked()
             failure = await _post(context, body)
             if not isinstance(failure, AgentFailure):
-                context.calls.answered()
+                context.calls.answered(asked_at)
                 return failure
             if failure.exit_status != ExitStatus.AGENT_TIMEOUT:
-                context.calls.refused(failure)
+                context.calls.refused(asked_at, failure)
             if pause_s is None or not failure.retryable:
                 raise failure
             context.metrics.retries += 1

@@ -138,20 +138,20 @@ class Relay:
             headers={name: request.headers[name] for name in PASSED_ON if name in request.headers},
             timeout=httpx.Timeout(left, connect=min(left, 10.0)),
         )
-        taken = False
+        taken, asked = False, None
         if sampling:  # at once, so that requests side by side don't take more than there are
             metrics.turns += 1
-            self.context.calls.asked()
+            asked = self.context.calls.asked()
         try:
             async with call as reply:
                 begun, data = await _heard(request, reply)
-            taken = sampling and await self._note(reply, data)
+            taken = asked is not None and await self._note(asked, reply, data)
         except httpx.ReadTimeout:  # of all the time that was left: still owed
             return _refuse(502, "session_lost", "the session has not answered")
         except httpx.HTTPError as error:
-            if sampling:
+            if asked is not None:
                 said = f"session: {error!r}"[:300]
-                self.context.calls.refused(AgentFailure(ExitStatus.SESSION_LOST, said, retryable=False))
+                self.context.calls.refused(asked, AgentFailure(ExitStatus.SESSION_LOST, said, retryable=False))
             return _refuse(502, "session_lost", "the session cannot be reached")
         finally:
             if sampling and not taken:  # it was none: who was refused meanwhile may ask again
@@ -164,14 +164,14 @@ class Relay:
         await begun.write(data)
         return begun
 
-    async def _note(self, reply: httpx.Response, data: bytes) -> bool:
+    async def _note(self, asked: float, reply: httpx.Response, data: bytes) -> bool:
         """What a reply to a request for a turn says, and whether it is one."""
         tail, calls = data[-TAIL_BYTES:], self.context.calls
         error = LAST_EVENT.search(tail) if reply.status_code == 200 else None
         if reply.status_code == 200 and error is None:
             self.cut = CUT.search(tail) is not None
             self.context.metrics.completion_tokens += max((int(n) for n in TOKENS.findall(tail)), default=0)
-            calls.answered()
+            calls.answered(asked)
             return True
         told = httpx.Response(reply.status_code, content=data, headers=_passed_back(reply))
         if error is not None:  # of a stream that had begun: the status was sent long ago
@@ -183,7 +183,7 @@ class Relay:
         if told.status_code in OWN_FAULT or (told.status_code == 404 and await self._has_session()):
             failure = None
         self.context.metrics.retries += failure is not None and failure.retryable
-        calls.refused(failure)
+        calls.refused(asked, failure)
         return False
 
     async def _has_session(self) -> bool:
@@ -273,7 +273,7 @@ async def ended(relay: Relay, name: str, code: int, said: str) -> AgentEnd:
     """The end of a program by itself."""
     if code <= 128:
         await relay.settle()
-    turns = relay.context.metrics.turns - relay.context.calls.owed
+    turns = relay.context.metrics.turns - len(relay.context.calls.owed)
     if relay.full and turns == 0:
         raise AgentFailure(ExitStatus.GENERATION_ERROR, "the first prompt leaves no room for a reply", retryable=False)
     if relay.over_turns:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from rl360.agents import base
 from rl360.agents.base import AgentContext, AgentEnd, AgentFailure, ModelCalls
 from rl360.agents.harness import CONNECTIONS, PARALLEL, Relay, Terms, ended, listening, listening_here
 from rl360.harbor.outcome import ExitStatus
@@ -128,7 +129,7 @@ OWN = [(400, "bad_history"), (409, "lost_race"), (409, "sealed"), (422, "cannot_
 def test_a_bad_request_of_what_the_model_wrote_voids_nothing(status: int, code: str) -> None:
     """It may have been the program's, or a command's of the policy: the work that is there is judged."""
     relay, got = asked(answering(openai("a"), refused(status, code)), ASK, ASK)
-    assert got[1].status_code == status and relay.context.calls == ModelCalls(since=relay.context.calls.since)
+    assert got[1].status_code == status and relay.context.calls == ModelCalls(turn_at=relay.context.calls.turn_at)
     assert over(relay, 137).exit_status is ExitStatus.SANDBOX_LIMIT
     assert over(relay, 1).exit_status is ExitStatus.AGENT_EXITED
     assert over(relay, 0).exit_status is ExitStatus.SUBMITTED
@@ -182,20 +183,45 @@ def test_a_refusal_within_a_stream_is_one() -> None:
     assert over(relay, 0).exit_status is ExitStatus.SUBMITTED, "a policy that says so has said something, no more"
 
 
-@pytest.mark.parametrize(
-    ("owed", "since_s", "time_s", "silent"),
-    [
-        (1, 55, 100, True),
-        (1, 45, 100, False),  # asked at the end of its time
-        (0, 55, 100, False),  # nothing was asked for
-        (1, 4, 6, False),  # time is too short to tell
-        (3, 99, 100, True),
-    ],
-)
-def test_a_silent_model_is_one_that_took_most_of_the_time(owed: int, since_s: int, time_s: int, silent: bool) -> None:
+def test_bad_requests_side_by_side_are_no_silence() -> None:
+    """One is always under way, none is a turn: nothing is owed for longer than the oldest of them."""
+
     async def go() -> AgentFailure | None:
         now = asyncio.get_running_loop().time()
-        calls = ModelCalls(owed=owed, since=now - since_s)
+        calls = ModelCalls()
+        context = AgentContext("Do.", SESSION, "m", {}, 9, now + 9, print, None, time_s=0.2, calls=calls)  # type: ignore[arg-type]
+        last = calls.asked()
+        for _ in range(6):
+            await asyncio.sleep(0.05)
+            asked = calls.asked()
+            calls.refused(last, None)
+            last = asked
+        return context.kept_by()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "SILENT_S", 0.0)
+        assert asyncio.run(go()) is None
+
+
+@pytest.mark.parametrize(
+    ("owed_s", "turn_s", "time_s", "silent"),
+    [
+        ([55], 70, 100, True),
+        ([45], 70, 100, False),  # asked at the end of its time
+        ([], 55, 100, False),  # nothing was asked for
+        ([4], 5, 6, False),  # time is too short to tell
+        ([55, 30, 1], 90, 100, True),
+        ([90, 30], 10, 100, False),  # another request was answered meanwhile
+    ],
+)
+def test_a_silent_model_is_one_that_took_most_of_the_time(
+    owed_s: list[int], turn_s: int, time_s: int, silent: bool
+) -> None:
+    """`owed_s`: how long ago what is not answered was asked for; `turn_s`: how long ago the last turn came."""
+
+    async def go() -> AgentFailure | None:
+        now = asyncio.get_running_loop().time()
+        calls = ModelCalls(owed=[now - each for each in owed_s], turn_at=now - turn_s)
         context = AgentContext("Do.", SESSION, "m", {}, 9, now, print, None, time_s=time_s, calls=calls)  # type: ignore[arg-type]
         return context.kept_by()
 
@@ -203,7 +229,7 @@ def test_a_silent_model_is_one_that_took_most_of_the_time(owed: int, since_s: in
     assert (kept is not None) is silent
     if kept is not None:
         assert kept.exit_status is ExitStatus.GENERATION_ERROR
-        assert str(kept) == f"its model was silent for the last {since_s} s of the agent's {time_s} s"
+        assert str(kept) == f"its model was silent for the last {min(turn_s, max(owed_s))} s of the agent's {time_s} s"
 
 
 def test_a_signal_is_a_limit_whatever_failed_before() -> None:
