@@ -47,7 +47,7 @@ def promised(text: str, host: Room | None) -> Room:
         if name not in ("cpus", *Room._fields[1:]) or not value.isdecimal():
             raise BadInput(form)
         found["milli_cpus" if name == "cpus" else name] = int(value) * (1000 if name == "cpus" else 1)
-    if host is None and (unsaid := [name for name in Room._fields if name not in found]):
+    if host is None and (unsaid := [name.removeprefix("milli_") for name in Room._fields if name not in found]):
         raise BadInput(
             f"--promise {text!r} does not say {', '.join(unsaid)}: sandboxes run elsewhere, and only you know what is "
             "there for this server's; give cpus=N,memory_mb=N,pids=N,disk_mb=N (docs/providers.md)"
@@ -68,7 +68,7 @@ def take_share(home: Path, name: str, host: Room, text: str) -> Room:
         asked = promised(text, host)
         left = Room(*(part - sum(other["room"][n] for other in others.values()) for n, part in enumerate(host)))
         if lacks := [name for name, n, has in zip(Room._fields, asked, left, strict=True) if n > has]:
-            told = "".join(f"; {name} promises {Room(*other['room'])}" for name, other in sorted(others.items()))
+            told = "".join(f"; server {name} promises {Room(*other['room'])}" for name, other in sorted(others.items()))
             raise BadInput(
                 f"this host has {host}{told}; left are {left}, and {asked} are asked for: give each server its part "
                 f"of {', '.join(lacks)}, by --promise 50% or cpus=N,memory_mb=N,pids=N,disk_mb=N"

@@ -63,7 +63,7 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 def test_one_alone_has_the_host_and_a_second_is_refused_by_name(servers: Servers) -> None:
     assert servers.start("13300", "") == "4000 8000 1000 9000"
     said = servers.start("13301", "")
-    assert "13300 promises milli_cpus 4,000, memory_mb 8,000, pids 1,000, disk_mb 9,000" in said
+    assert "; server 13300 promises milli_cpus 4,000, memory_mb 8,000, pids 1,000, disk_mb 9,000" in said
     assert "left are milli_cpus 0" in said and "of milli_cpus, memory_mb, pids, disk_mb, by --promise 50%" in said
     servers.kill("13300")
     assert servers.start("13302", "cpus=3") == "3000 8000 1000 9000", "a dead one promises nothing"
@@ -110,6 +110,8 @@ def test_elsewhere_all_must_be_said(
 
 
 def test_what_is_missing_is_named_with_the_fix() -> None:
+    with pytest.raises(BadInput, match=r"'' does not say cpus, memory_mb, pids, disk_mb: "):
+        promised("", None)
     with pytest.raises(BadInput, match=r"does not say pids, disk_mb: .*give cpus=N,memory_mb=N,pids=N,disk_mb=N"):
         promised("cpus=8,memory_mb=1000", None)
 
