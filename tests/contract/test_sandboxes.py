@@ -664,7 +664,7 @@ def test_flush_cancels(server: Server, sessions: ScriptedSessions, task: Path) -
             )
             for i in range(2)
         ]
-        time.sleep(1.0)
+        server.until(running=2)
         assert server.post("/flush", owner).json() == {"cancelled": 2, "elsewhere": []}
         for future in running:
             reply = future.result(timeout=20)
