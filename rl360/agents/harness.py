@@ -112,7 +112,10 @@ class Relay:
 
     async def carry(self, request: web.Request) -> web.StreamResponse:
         async with self.places:
-            answer = await self._carry(request)
+            try:
+                answer = await self._carry(request)
+            except ConnectionError:  # who asked is gone: no fault of ours, and no traceback each in our log
+                answer = _refuse(400, "gone", "the request was given up")
             if answer.status != 200 or request.match_info["place"] not in SAMPLES:
                 await asyncio.sleep(PAUSE_S)
             return answer
