@@ -165,6 +165,8 @@ class Attempts:
         attempt.ours = True
         if await self._turn(prepared, attempt):
             try:
+                if self.replies is not None:
+                    await self.replies.begin(request)
                 reply = await self.runner.run(prepared, attempt)
             finally:
                 self._leave(attempt)

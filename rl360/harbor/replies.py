@@ -2,8 +2,9 @@
 
 Both are written once. So of several servers that are asked for an attempt one runs it, and of several replies one
 counts, whoever is killed when. A server that finds the claim of another waits for that one's reply, for as long as the
-attempt may take. An attempt whose server is gone ends as `sandbox_lost`, a reply like any other. While the store is
-away nothing is claimed and nothing is answered (`StoreUnavailable`).
+attempt may take. An attempt whose server is gone ends as `sandbox_lost`, a reply like any other; one that still waited
+for its turn is run by the server's next life. While the store is away nothing is claimed and nothing is answered
+(`StoreUnavailable`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rl360.store.object_store import ObjectStore
 
 SCHEMA = 1
 IDENTITY = ("instance_id", "task_dir", "agent_name", "base_url", "model", "sampling_params", "max_seq_len", "max_turns")
+CLAIM = ("server", "life", "until", "request")
 POLL_S = 0.5
 CLOCKS_S = 60.0  # how far the clocks of two hosts may be apart
 THREADS = 8
@@ -74,16 +76,20 @@ class Replies:
     async def claim(self, request: RunRequest) -> RunReply | None:
         """The attempt's reply; None when this process is the one to run it. Raises `OtherRequest`."""
         key = reply_key(request.run, request.attempt_id)
-        mine = {"schema_version": SCHEMA, "server": self._server, "life": self._life, "request": identity(request)}
-        mine["until"] = time.time() + request.deadline_s + CLOCKS_S
-        if await self._call(self.store.put_once, f"{key}.claim", orjson.dumps(mine)):
+        mine = self._claim(request, turn=False)
+        if await self._call(self.store.put_once, f"{key}.claim", mine):
             self._begun.add(key)
             return None
-        held = _decoded(await self._call(self.store.get_required, f"{key}.claim"), f"{key}.claim", mine)
-        refuse_another(held["request"], request)
-        while (reply := await self._recorded(key)) is None:
-            if held["life"] == self._life and key not in self._begun:
-                self._begun.add(key)  # the answer to its first writing was lost, or it was cancelled before it began
+        while True:
+            held = _decoded(await self._call(self.store.get_required, f"{key}.claim"), f"{key}.claim", CLAIM)
+            refuse_another(held["request"], request)
+            if (reply := await self._recorded(key)) is not None:
+                return reply
+            idle = held["server"] == self._server and not held.get("turn", True)  # an earlier life died before its turn
+            # of this life: the answer to its first writing was lost, or it was cancelled before it began
+            if key not in self._begun and (idle or held["life"] == self._life):
+                await self._call(self.store.put, f"{key}.claim", mine)
+                self._begun.add(key)
                 return None
             if held["server"] == self._server:
                 return await self.keep(request, lost_reply(f"the sandbox server {self._server} ended under it"))
@@ -91,7 +97,20 @@ class Replies:
                 why = f"no word of the sandbox server {held['server']} for as long as the attempt could take"
                 return await self.keep(request, lost_reply(why))
             await asyncio.sleep(POLL_S)
-        return reply
+
+    async def begin(self, request: RunRequest) -> None:
+        """Its turn came: from here on a kill loses it. Where that cannot be said it has not begun."""
+        key = reply_key(request.run, request.attempt_id)
+        try:
+            await self._call(self.store.put, f"{key}.claim", self._claim(request, turn=True))
+        except BaseException:
+            self._begun.discard(key)
+            raise
+
+    def _claim(self, request: RunRequest, turn: bool) -> bytes:
+        until = time.time() + request.deadline_s + CLOCKS_S
+        whose = {"server": self._server, "life": self._life, "until": until, "turn": turn}
+        return orjson.dumps({"schema_version": SCHEMA, "request": identity(request), **whose})
 
     async def keep(self, request: RunRequest, reply: RunReply) -> RunReply:
         """The reply that counts, which is in the store then: this one, or the one that was there before."""

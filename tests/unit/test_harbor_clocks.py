@@ -450,6 +450,9 @@ class SlowReplies:
     async def claim(self, _: RunRequest) -> None:
         await asyncio.sleep(2.0)
 
+    async def begin(self, _: RunRequest) -> None:
+        return
+
     async def keep(self, _: RunRequest, reply: RunReply) -> RunReply:
         await asyncio.sleep(2.0)
         return reply

@@ -138,6 +138,59 @@ def test_a_running_attempt_whose_server_died_is_lost_once(store: MemoryStore, ra
     assert ran == {"a": 1}
 
 
+def test_what_only_waited_when_the_server_died_is_run_by_its_next_life(store: MemoryStore, ran: Counter[str]) -> None:
+    """No sandbox was begun for it, so nothing is lost, and no retry is spent."""
+
+    async def go() -> None:
+        server, other = Server(store, "one", ran, slots=1), Server(store, "two", ran)
+        asked = [asyncio.create_task(heard(server, request_of(name))) for name in "abc"]
+        await asyncio.sleep(1.0)
+        server.kill()
+        assert await asyncio.gather(*asked) == ["CancelledError"] * 3 and ran == {"a": 1}
+        elsewhere = asyncio.create_task(heard(other, request_of("c")))
+        await asyncio.sleep(1.0)
+        server.start()
+        said = [cast(RunReply, reply) for reply in await asyncio.gather(*(heard(server, request_of(n)) for n in "abc"))]
+        assert [reply.outcome for reply in said] == ["sandbox_lost", "generation_error", "generation_error"]
+        assert await elsewhere == said[2], "who waited elsewhere is told the same"
+        server.kill()
+        server.start()
+        assert await heard(server, request_of("b")) == said[1]
+
+    run_virtual(go())
+    assert ran == {"a": 1, "b": 1, "c": 1}
+
+
+def test_an_attempt_whose_beginning_cannot_be_written_has_not_begun(store: MemoryStore, ran: Counter[str]) -> None:
+    async def go() -> None:
+        server = Server(store, "one", ran, slots=1)
+        asked = [asyncio.create_task(heard(server, request_of(name))) for name in "ab"]
+        await asyncio.sleep(1.0)
+        store.down = True
+        assert await asyncio.gather(*asked) == ["StoreUnavailable"] * 2 and ran == {"a": 1}
+        store.down = False
+        assert cast(RunReply, await heard(server, request_of("b"))).detail == "ran to its end"
+
+    run_virtual(go())
+    assert ran == {"a": 1, "b": 1}
+
+
+def test_a_claim_of_an_earlier_version_may_have_begun(store: MemoryStore, ran: Counter[str]) -> None:
+    async def go() -> None:
+        server = Server(store, "one", ran)
+        await server.attempts.replies.claim(request_of("a"))  # type: ignore[union-attr]
+        key = f"{reply_key('demo', 'a')}.claim"
+        claim = orjson.loads(store.objects[key])
+        del claim["turn"]
+        store.objects[key] = orjson.dumps(claim)
+        server.kill()
+        server.start()
+        assert cast(RunReply, await heard(server, request_of("a"))).outcome == "sandbox_lost"
+
+    run_virtual(go())
+    assert not ran
+
+
 def test_a_server_that_never_comes_back_is_waited_for_as_long_as_the_attempt_may_take(
     store: MemoryStore, ran: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
