@@ -38,6 +38,10 @@ SHARE_SERVICES = {  # files whose tests use the fixture `services`
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core each: two threads of torch in each would spin for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_configure() -> None:
     """Until all is collected: importing makes millions of objects and hardly a cycle, and looking takes a third."""
     gc.disable()
