@@ -17,11 +17,13 @@ def page(life: Mapping[str, Any]) -> str:
 
 
 def _lines(life: Mapping[str, Any]) -> Iterator[str]:
-    tries = life["tries"]
-    yield f"{life['attempt']} of run {life['run']}"
+    tries, recorded = life["tries"], life["recorded"]
+    alone = f", try {tries[0]['try']} alone" if len(tries) < len(recorded) else ""
+    yield f"{life['attempt']} of run {life['run']}{alone}"
     yield _line("plan", f"step {life['step']}, wave {life['wave']} of {life['waves']}, group {life['group_id']}")
     yield _line("task", f"{life['task_id']} (domain {life['domain'] or DASH})")
-    yield _line("tries", f"{len(tries)}" if tries else "none is recorded yet")
+    ended = ", ".join(f"{each['attempt_id']} {each['outcome']}" for each in recorded)
+    yield _line("tries", f"{len(recorded)}: {ended}" if recorded else "none is recorded yet")
     for each in tries:
         yield ""
         yield from _try(each)
@@ -32,16 +34,15 @@ def _lines(life: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _try(each: Mapping[str, Any]) -> Iterator[str]:
+    session = each["session"]
+    nobody = "its sandbox server gave no reply" if session["opened"] else "no sandbox was asked for"
+    status = f"exit status {each['exit_status']}" if each["exit_status"] else f"no exit status ({nobody})"
     yield f"try {each['try']}: {each['attempt_id']}"
-    yield _line("outcome", f"{each['outcome']}, exit status {each['exit_status'] or DASH}, {each['seconds']:.2f} s")
+    yield _line("outcome", f"{each['outcome']}, {status}, {each['seconds']:.2f} s")
     if each["detail"]:
         yield _line("detail", each["detail"])
     yield _line("time", f"{_when(each['started_at'])} to {_when(each['finished_at'])}")
-    sandbox, session = each["sandbox"], each["session"]
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in sandbox["phases_s"].items())
-    yield _line("sandbox", phases or "no phase was recorded")
-    proof = "every process proven gone" if sandbox["cleanup_confirmed"] else "NOT CONFIRMED"
-    yield _line("cleanup", f"{proof}{': ' if sandbox['cleanup_evidence'] else ''}{sandbox['cleanup_evidence']}")
+    yield from _sandbox(each, nobody)
     server = session["server"] or DASH
     yield _line("session", f"server {server}" if session["opened"] else "none was opened")
     sample = session["sample"]
@@ -51,6 +52,27 @@ def _try(each: Mapping[str, Any]) -> Iterator[str]:
     yield from _tokens(each)
     yield from _verdict(each["verdict"])
     yield from _books(each["books"])
+
+
+def _sandbox(each: Mapping[str, Any], nobody: str) -> Iterator[str]:
+    """Its phases, and whether its processes are proven gone; where they are not, where to look."""
+    sandbox = each["sandbox"]
+    known = any(sandbox["phases_s"].values())  # who speaks for a server that died knows of none
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in sandbox["phases_s"].items())
+    yield _line(
+        "sandbox", phases if known else "how long each phase took is not known" if each["exit_status"] else nobody
+    )
+    evidence = f": {sandbox['cleanup_evidence']}" if sandbox["cleanup_evidence"] else ""
+    if sandbox["cleanup_confirmed"]:
+        yield _line("cleanup", f"every process proven gone{evidence}")
+    elif not each["exit_status"] and not each["session"]["opened"]:
+        yield _line("cleanup", f"nothing to clean up: {nobody}")
+    else:
+        yield _line("cleanup", f"NOT CONFIRMED{evidence or f': {nobody}'}")
+        yield _line("", f"what there is of it now: `rl360 sandboxes list --attempt {each['attempt_id']}`")
+        yield _line(
+            "", "what the server's next start ended: its log, `left by an earlier server` (`rl360 logs sandbox-0`)"
+        )
 
 
 def _tokens(each: Mapping[str, Any]) -> Iterator[str]:

@@ -56,14 +56,11 @@ def attempt_life(store: ObjectStore, run: str, attempt_id: str, told: Told) -> d
     records = _records(store, run, step, wave)
     ledger = read_step(store, run, step) if store.exists(step_key(run, step, LEDGER_NAME)) else None
     books = _books(store, run, step, ledger)
-    tries = [record for record in records if record.attempt_id.rpartition("-t")[0] == slot]
-    if chosen is not None:
-        tries = [record for record in tries if record.try_index == chosen]
-        if not tries:
-            known = [record.attempt_id for record in records if record.attempt_id.rpartition("-t")[0] == slot]
-            raise BadInput(
-                f"attempt {slot} of run {run} has no try {chosen}; recorded tries: {', '.join(known) or 'none yet'}"
-            )
+    recorded = [record for record in records if record.attempt_id.rpartition("-t")[0] == slot]
+    tries = [record for record in recorded if chosen in (None, record.try_index)]
+    if chosen is not None and not tries:
+        known = ", ".join(record.attempt_id for record in recorded) or "none yet"
+        raise BadInput(f"attempt {slot} of run {run} has no try {chosen}; recorded tries: {known}")
     members = [record for record in records if record.group_id == spec.group_id]
     return {
         "run": run,
@@ -74,6 +71,7 @@ def attempt_life(store: ObjectStore, run: str, attempt_id: str, told: Told) -> d
         "domain": spec.domain,
         "wave": wave,
         "waves": len(plan.waves),
+        "recorded": [{"attempt_id": record.attempt_id, "outcome": record.outcome.value} for record in recorded],
         "tries": [_try(record, books.get(record.attempt_id), objective, run, told) for record in tries],
         "group": _group(spec.group_id, members, books, objective, ledger),
         "trained": _step(ledger),

@@ -152,8 +152,9 @@ def test_the_page_holds_it_all() -> None:
     text = page(life("s000001-g000-a00"))
     for part in (
         "plan          step 1, wave 0 of 2, group s000001-g000",
-        "tries         2",
+        "tries         2: s000001-g000-a00-t0 sandbox_lost, s000001-g000-a00-t1 passed",
         "cleanup       NOT CONFIRMED",
+        "what there is of it now: `rl360 sandboxes list --attempt s000001-g000-a00-t0`",
         "cleanup       every process proven gone: cgroup removed",
         "sample        demo/steps/000001/merged/0000/s000001-g000-a00-t1.msgpack",
         "versions      demo:1",
@@ -169,6 +170,52 @@ def test_the_page_holds_it_all() -> None:
     assert re.search(r"session       server http://127.0.0.1:[12]", text)
     assert "session-s0000" not in text, "whoever holds a session's id may speak in it"
     assert Bucket.TRAINED in text
+
+
+def test_one_try_of_several_says_which_it_is_and_how_the_others_ended() -> None:
+    text = page(life("s000001-g000-a00-t0"))
+    assert text.startswith("s000001-g000-a00 of run demo, try 0 alone\n")
+    assert "tries         2: s000001-g000-a00-t0 sandbox_lost, s000001-g000-a00-t1 passed\n" in text
+    assert "  > s000001-g000-a00-t0" in text and "\ntry 1" not in text
+    assert page(life("s000001-g000-a00")).startswith("s000001-g000-a00 of run demo\n")
+
+
+NOTHING = dict.fromkeys(("queue", "setup", "agent", "verify", "judge", "teardown"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("record", "said", "not_said"),
+    [
+        ({"session_id": "", "stored": None, "phases_s": {}, "outcome": Outcome.SANDBOX_START, "exit_status": ""},
+         ("sandbox_start, no exit status (no sandbox was asked for), ", "sandbox       no sandbox was asked for\n",
+          "cleanup       nothing to clean up: no sandbox was asked for\n"),
+         ("NOT CONFIRMED", "sandboxes list", "exit status -")),
+        ({"phases_s": NOTHING, "outcome": Outcome.SANDBOX_LOST, "exit_status": "SandboxLost",
+          "cleanup_evidence": "the sandbox server one ended under it; its next start ends what is left"},
+         ("sandbox       how long each phase took is not known\n",
+          "cleanup       NOT CONFIRMED: the sandbox server one ended under it; its next start ends what is left\n",
+          "now: `rl360 sandboxes list --attempt s000000-g003-a03-t0`\n", "(`rl360 logs sandbox-0`)\n"),
+         ("0.00 s, setup",)),
+        ({"phases_s": {}, "outcome": Outcome.SANDBOX_LOST, "exit_status": ""},
+         ("no exit status (its sandbox server gave no reply)", "NOT CONFIRMED: its sandbox server gave no reply\n"),
+         ("nothing to clean up",)),
+    ],
+)  # fmt: skip
+def test_what_had_no_sandbox_is_no_leak_and_what_may_be_one_says_where_to_look(
+    record: dict[str, Any], said: tuple[str, ...], not_said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = ledger_run.tries
+    lost = {"session_id": "of it", "cleanup_confirmed": False, "cleanup_evidence": "", **record}
+
+    def changed(*given: Any) -> list[AttemptRecord]:
+        return [replace(each, **lost) if each.outcome is Outcome.NO_ENGINE else each for each in tries(*given)]
+
+    monkeypatch.setattr(ledger_run, "tries", changed)
+    text = page(life("s000000-g003-a03", finished_run(1)))
+    for part in said:
+        assert part in text, part
+    for part in not_said:
+        assert part not in text, part
 
 
 def test_where_each_token_has_its_own_advantage_it_is_said() -> None:
