@@ -14,9 +14,8 @@ from tests.unit.push_world import REPEATABLE, Killed, World, wired
 
 async def _once(model_dir: Path, **how: int) -> World:
     """A push that is cancelled or killed, then the task's retry, which must bring everybody along."""
-    world = World(
-        model_dir, engines=2, deadline_s=MEND_DEADLINE_S
-    )  # an engine that is late is fenced, and not there again
+    # an engine that answers later than that is fenced, and the retry cannot bring it along
+    world = World(model_dir, engines=2, deadline_s=MEND_DEADLINE_S)
     async with world.running():
         outcome = await world.push(0, **how)
         world.points_of_a_push = world.points
