@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -22,14 +23,14 @@ import httpx
 from rl360.agents.base import Agent, AgentContext, AgentEnd, AgentFailure, AgentMetrics
 from rl360.errors import BadInput
 from rl360.harbor.judge import Judge, JudgeSpent
-from rl360.harbor.outcome import RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_of
+from rl360.harbor.outcome import PASS_REWARD, RETRYABLE, VERIFIED_AFTER, ExitStatus, outcome_of
 from rl360.harbor.protocol import Cleanup, Phases, RunReply, RunRequest, SandboxLimits
 from rl360.harbor.task import Task, load_task
 from rl360.harbor.verdict import Verdict, run_key
 from rl360.harbor.verifier import Bench, Verification, VerifyOrder, verify
 from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.sandboxes.provider import (
-    ExecResult,
+    Meter,
     Sandbox,
     SandboxGone,
     SandboxNeeds,
@@ -37,10 +38,10 @@ from rl360.sandboxes.provider import (
     SandboxSpec,
     SandboxStartError,
     StopProof,
+    StorageFull,
     Workspace,
     stop_surely,
 )
-from rl360.sandboxes.workspace import tree_bytes
 
 log = logging.getLogger("rl360.sandbox")
 PhaseName = Literal["queue", "setup", "agent", "verify", "judge", "teardown"]
@@ -52,10 +53,6 @@ STOP_DEADLINE_S, STOP_RESERVE_S = 10.0, 2.0
 LEAST_S = 1.0
 CLEAR_S = 30.0
 AGENT_GRACE_S = 2.0  # for an agent to end when it is cancelled; then nobody waits for it any more
-
-
-class _StorageFull(Exception):
-    """The agent filled its workspace."""
 
 
 async def _until(deadline: float, work: Awaitable[AgentEnd]) -> AgentEnd:
@@ -94,6 +91,8 @@ class Attempt:
     phases: dict[PhaseName, float] = field(default_factory=dict)
     stops: list[StopProof] = field(default_factory=list)
     workspace: Workspace | None = None
+    meter: Meter | None = None
+    tests: Path = Path()  # the copy that will judge it
     closing: bool = False
     ours: bool = False  # it runs on this server, and on no other
     left_behind: str | None = None
@@ -258,6 +257,7 @@ class Runner:
                 attempt.detail = f"{type(error).__name__}: {error}"[:500]
         finally:
             attempt.closing = True
+            self._excuse(attempt)
             with attempt.timed("teardown"):
                 await self._clear(attempt)
         return attempt.reply()
@@ -269,6 +269,8 @@ class Runner:
                 async with asyncio.timeout(request.setup_timeout_s) as clock:
                     workspace = await self.provider.new_workspace(request_key(request), task.environment_dir)
                     attempt.workspace = workspace
+                    attempt.meter = self.provider.meter(workspace, task.config.environment.storage_mb)
+                    attempt.tests = await self._tests(task)
                     mounts = await asyncio.to_thread(_mounts_of, prepared.agent, workspace)
                     spec = SandboxSpec(
                         name=request_key(request),
@@ -298,16 +300,13 @@ class Runner:
             attempt.failed("setup", ExitStatus.ENV_START, str(error))
         return None
 
+    async def _tests(self, task: Task) -> Path:
+        """The copy of the tests that judges, by the digest that is signed: from before the agent began."""
+        scripted = task.judge is None or task.judge.mode != "only"
+        return await self.provider.publish(task.tests_dir, task.verifier_digest) if scripted else task.tests_dir
+
     async def _act(self, prepared: Prepared, attempt: Attempt, sandbox: Sandbox) -> None:
-        files = sandbox.spec.workspace.files
-        storage_bytes = prepared.task.config.environment.storage_mb << 20
-
-        async def execute(command: str, timeout_s: float, cap_bytes: int | None = None) -> ExecResult:
-            result = await sandbox.exec(command, timeout_s, cap_bytes)
-            if await asyncio.to_thread(tree_bytes, files, storage_bytes) > storage_bytes:
-                raise _StorageFull
-            return result
-
+        assert attempt.meter is not None
         context = AgentContext(
             instruction=prepared.task.instruction,
             base_url=prepared.request.base_url.rstrip("/"),
@@ -315,7 +314,7 @@ class Runner:
             sampling_params=prepared.request.sampling_params,
             max_turns=prepared.request.max_turns,
             deadline=asyncio.get_running_loop().time() + prepared.agent_timeout_s,
-            exec=execute,
+            exec=partial(attempt.meter.exec, sandbox),
             http=self.http,
             metrics=attempt.metrics,
             transcript=attempt.transcript,
@@ -332,7 +331,7 @@ class Runner:
         except SandboxGone as error:
             status = ExitStatus.SANDBOX_LIMIT if error.by_contents else ExitStatus.SANDBOX_LOST
             attempt.failed("agent", status, str(error))
-        except _StorageFull:
+        except StorageFull:
             detail = f"workspace over {prepared.task.config.environment.storage_mb} MB or too many files"
             attempt.failed("agent", ExitStatus.SANDBOX_LIMIT, detail)
         except Exception as error:  # plug-in code may raise anything; it is named, never scored
@@ -349,6 +348,7 @@ class Runner:
     async def _verify(self, prepared: Prepared, attempt: Attempt) -> None:
         request = prepared.request
         assert attempt.workspace is not None
+        assert attempt.meter is not None
         after_s = prepared.verify_s + STOP_RESERVE_S
 
         async def turn() -> None:
@@ -358,6 +358,8 @@ class Runner:
         order = VerifyOrder(
             task=prepared.task,
             workspace=attempt.workspace,
+            meter=attempt.meter,
+            tests=attempt.tests,
             run=request.run,
             attempt_id=request.attempt_id,
             name=f"{request_key(request)}-verifier",
@@ -382,6 +384,16 @@ class Runner:
         if result.problem is not None:
             attempt.failure_phase = "judge" if result.problem is Outcome.JUDGE_ERROR else "verify"
             attempt.detail = f"{attempt.detail}; {result.log}" if attempt.detail else result.log
+
+    def _excuse(self, attempt: Attempt) -> None:
+        """No attempt is scored a failure while this host had no room, unless it had filled its own."""
+        if attempt.meter is None:
+            return
+        attempt.meter.close()
+        passed = attempt.verdict is not None and attempt.verdict.reward >= PASS_REWARD
+        if attempt.meter.full and not (attempt.meter.over or passed) and attempt.exit_status in VERIFIED_AFTER:
+            attempt.verdict, attempt.problem, attempt.failure_phase = None, Outcome.SANDBOX_LOST, "teardown"
+            attempt.detail = f"the host's disk was full meanwhile; {attempt.detail}"
 
     async def _clear(self, attempt: Attempt) -> None:
         """Delete the workspace unless something unproven may still use it; then it stays for `reap`."""

@@ -31,6 +31,7 @@ from rl360.harbor.task import JudgeTerms, Task
 from rl360.harbor.verdict import JudgeReceipt, Verdict, finite, sign
 from rl360.ledger.outcomes import Outcome
 from rl360.sandboxes.provider import (
+    Meter,
     SandboxGone,
     SandboxProvider,
     SandboxSpec,
@@ -65,12 +66,14 @@ class Bench:
 
 @dataclass(frozen=True)
 class VerifyOrder:
-    """What to verify, whose it is, and the clocks: `turn` waits until a sandbox may start, `started` is told how that
-    went, `start_s` and `stop_s` say what is left for either, `timed` runs the clock of a phase. `key` signs the
-    verdict: the run's (rl360.harbor.verdict); `bench` is there for a task with judge terms."""
+    """What to verify, by which copy of the tests, whose it is, and the clocks: `turn` waits until a sandbox may start,
+    `started` is told how that went, `start_s` and `stop_s` say what is left for either, `timed` runs the clock of a
+    phase. `key` signs the verdict: the run's (rl360.harbor.verdict); `bench` is there for a task with judge terms."""
 
     task: Task
     workspace: Workspace
+    meter: Meter
+    tests: Path
     run: str
     attempt_id: str
     name: str
@@ -139,7 +142,6 @@ async def _script(provider: SandboxProvider, order: VerifyOrder, stops: list[Sto
 
 async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list[StopProof]) -> Found:
     environment = order.task.config.environment
-    tests = await provider.publish(order.task.tests_dir, order.task.verifier_digest)
     start_s = order.start_s()
     spec = SandboxSpec(
         name=order.name,
@@ -147,7 +149,7 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
         limits=order.limits,
         workspace=order.workspace,
         workdir=environment.workdir,
-        read_only={"/tests": tests},
+        read_only={"/tests": order.tests},
         with_logs=True,
         env={**environment.env, **order.task.config.verifier.env},
         start_timeout_s=start_s,
@@ -166,7 +168,7 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
     order.started(True, False)
     problem: Outcome | None = None
     try:
-        result = await sandbox.exec("bash /tests/test.sh", order.timeout_s, MAX_LOG_BYTES)
+        result = await order.meter.exec(sandbox, "bash /tests/test.sh", order.timeout_s, MAX_LOG_BYTES, ends=False)
         log = _tail(result.output)
         if result.timed_out:
             problem, log = Outcome.VERIFIER_TIMEOUT, f"test.sh ran longer than {order.timeout_s:g} s; {log}"

@@ -13,9 +13,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -171,7 +172,9 @@ class BubblewrapProvider(Rooted):
     async def reap(self) -> list[str]:
         """End and remove what a dead server left under this root. A folder that cannot be cleaned is kept and named:
         one bad folder must not keep a server from starting."""
-        found = [await asyncio.to_thread(_reap_one, path) for path in sorted((self.root / "live").iterdir())]
+        found = [
+            await asyncio.to_thread(_reap_one, path, self._discard) for path in sorted((self.root / "live").iterdir())
+        ]
         for path in (self.root / "shared").glob(".*"):
             await asyncio.to_thread(remove_tree, path)
         return found
@@ -193,7 +196,7 @@ def _write_record(path: Path, spec: SandboxSpec, group: cgroups.Group) -> None:
     scratch.replace(path)
 
 
-def _reap_one(path: Path) -> str:
+def _reap_one(path: Path, discard: Callable[[Path, list[Any]], str | None]) -> str:
     try:
         groups, labels, odd = _records(path)
         pids, left = _end(path, groups)
@@ -203,7 +206,7 @@ def _reap_one(path: Path) -> str:
     if pids or left:
         return f"{what}: NOT confirmed gone: pids {pids}, cgroups {left}"
     proof = f"none of its processes is left, {sum(len(group.paths) for group in groups)} cgroups gone"
-    problem = f"{', '.join(odd)}: look, then delete {path}" if odd else remove_tree(path)
+    problem = f"{', '.join(odd)}: look, then delete {path}" if odd else discard(path, [])
     return f"{what}: {proof}, folder NOT removed: {problem}" if problem else f"{what}: gone: {proof}, folder removed"
 
 

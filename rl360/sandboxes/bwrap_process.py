@@ -253,6 +253,9 @@ class BwrapSandbox:
     async def carry(self, deadline_s: float) -> None:
         """The workspace is mounted: what the sandbox wrote is there."""
 
+    def pids(self) -> list[int]:
+        return cgroups.pids(self._group)
+
     # -- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self, info_fd: int, first_line: str) -> None:

@@ -169,6 +169,14 @@ def _write(path: Path, value: str, *, optional: bool = False) -> None:
         os.close(descriptor)
 
 
+def pids(group: Group) -> list[int]:
+    """What is in a sandbox; nothing where there are no groups, or not any more."""
+    try:
+        return [int(pid) for path in group.paths[:1] for pid in (path / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
 def kill(group: Group) -> None:
     """SIGKILL every process in the groups: `cgroup.kill` on v2, each listed pid on v1. Never raises on a gone group."""
     for path in group.paths:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +35,10 @@ class SandboxGone(Rl360Error):
         self.by_contents = by_contents
 
 
+class StorageFull(Exception):
+    """What runs in a sandbox filled its workspace."""
+
+
 @dataclass(frozen=True)
 class ExecResult:
     """One command's end. `output`: stdout and stderr as they were written, first `cap` bytes only."""
@@ -56,9 +61,11 @@ class StopProof:
 
 @dataclass(frozen=True)
 class Workspace:
-    """One attempt's host directory: `files` becomes the working directory, `logs` only the verifier sees."""
+    """One attempt's host directory: `files` becomes the working directory, `logs` only the verifier sees. `deleting`:
+    the end of each removal, whose disk is free only then."""
 
     path: Path
+    deleting: list[Future[str | None]] = field(default_factory=list, compare=False)
 
     @property
     def files(self) -> Path:
@@ -118,6 +125,25 @@ class Sandbox(Protocol):
     async def stop(self, deadline_s: float = 10.0) -> StopProof:
         """End everything in it and prove that. Safe to call twice."""
 
+    def pids(self) -> list[int] | None:
+        """What runs in it, as this host sees it; None when it is elsewhere, and its files too."""
+
+
+class Meter(Protocol):
+    """What an attempt's sandboxes use of this host's disk. `over`: more than was theirs; `full`: the host had none left
+    meanwhile, and that was not their doing."""
+
+    over: bool
+    full: bool
+
+    async def exec(
+        self, sandbox: Sandbox, command: str, timeout_s: float, cap_bytes: int | None = None, *, ends: bool = True
+    ) -> ExecResult:
+        """Run it; raises `StorageFull`, also while it runs, when over and that `ends` it."""
+
+    def close(self) -> None:
+        """Its sandboxes are gone."""
+
 
 class SandboxProvider(Protocol):
     """Makes workspaces and sandboxes; removes what a dead server left. `image`: of tasks that name none."""
@@ -131,7 +157,10 @@ class SandboxProvider(Protocol):
         """A fresh workspace holding a copy of `source`."""
 
     async def remove_workspace(self, workspace: Workspace) -> str | None:
-        """Delete it; the reason when something of it is left."""
+        """Have it gone from its place; the reason when it is not. It is deleted in the background."""
+
+    def meter(self, workspace: Workspace, storage_mb: int) -> Meter:
+        """Measure what is used over this workspace until it is closed."""
 
     async def publish(self, source: Path, digest: str) -> Path:
         """A read-only copy of a trusted tree that sandboxes may mount, made once per digest."""

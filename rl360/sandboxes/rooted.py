@@ -5,20 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import shutil
 import stat
+import threading
 import time
+from concurrent.futures import Future
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from uuid import uuid4
 
 from rl360.errors import BadInput
-from rl360.sandboxes.provider import SandboxStartError, Workspace
-from rl360.sandboxes.workspace import remove_tree
+from rl360.harbor.task import tree_digest
+from rl360.sandboxes.provider import ExecResult, Sandbox, SandboxStartError, StorageFull, Workspace
+from rl360.sandboxes.workspace import MAX_FILES, held_bytes, remove_tree, tree_bytes
 
+log = logging.getLogger("rl360.sandbox")
 LOCK_DEADLINE_S = 2.0
+DELETERS, DELETE_S = 2, 3600.0
+WATCH_S, EVERY = 1.0, 10  # the disk is looked at; each so often everybody is measured
+FLOOR_BYTES, FLOOR_FILES, FLOOR_SHARE = 256 << 20, 10_000, 50  # less free, or less than a 50th, and the host is full
 MAX_COPY_BYTES = 1 << 30
 
 
@@ -41,9 +51,13 @@ class Rooted:
         if not _locked(self._lock):
             os.close(self._lock)
             raise BadInput(f"{self.root} is in use by another process; stop it, or set RL360_HOME to another home")
+        self._published: dict[str, asyncio.Future[None]] = {}
+        self._bin = Bin(self.root / "trash")
+        self._disk = Watch(self.root)
 
     def close(self) -> None:
         """Let another process use the root."""
+        self._bin.close()
         os.close(self._lock)
 
     async def new_workspace(self, name: str, source: Path | None) -> Workspace:
@@ -52,12 +66,14 @@ class Rooted:
             workspace.path.mkdir(mode=0o711)
         except FileExistsError:
             raise SandboxStartError(f"{workspace.path} exists: this attempt was started before and left it") from None
-        job = asyncio.ensure_future(asyncio.to_thread(self._fill, workspace, source))
+        job = asyncio.get_running_loop().run_in_executor(None, self._fill, workspace, source)
         try:
             await asyncio.shield(job)
         except BaseException:  # a cancellation too: nobody else knows yet that there is something to delete
-            await asyncio.wait({job})
-            await self.remove_workspace(workspace)
+            # at once, and what still fills it fails; nobody's clock waits for that
+            with contextlib.suppress(OSError):
+                gone = self._bin.put(workspace.path)
+                job.add_done_callback(lambda done: (done.exception(), self._bin.empty(gone)))
             raise
         return workspace
 
@@ -72,13 +88,148 @@ class Rooted:
                 os.chown(path, self._owner, self._owner)
 
     async def remove_workspace(self, workspace: Workspace) -> str | None:
-        return await asyncio.to_thread(remove_tree, workspace.path)
+        return await asyncio.to_thread(self._discard, workspace.path, workspace.deleting)
+
+    def _discard(self, path: Path, deleting: list[Future[str | None]]) -> str | None:
+        """Take a folder from its place and delete it in the background; why that cannot be."""
+        try:
+            deleting.append(self._bin.empty(self._bin.put(path)))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return f"{path}: could not be deleted: {error.strerror}"
+        return None
+
+    def meter(self, workspace: Workspace, storage_mb: int) -> DiskMeter:
+        return DiskMeter(self._disk, workspace, storage_mb << 20)
 
     async def publish(self, source: Path, digest: str) -> Path:
         target = self.root / "shared" / digest
-        if not target.exists():
-            await asyncio.to_thread(publish_tree, source, target)
+        job = self._published.get(digest)
+        if job is None or (job.done() and (job.exception() is not None or not target.exists())):
+            loop = asyncio.get_running_loop()
+            job = self._published[digest] = loop.run_in_executor(None, publish_tree, source, target)
+        await asyncio.shield(job)
         return target
+
+
+class Bin:
+    """What is deleted in the background, by few threads that nobody waits for. It begins with what an earlier process
+    left in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._asked: SimpleQueue[tuple[Path, Future[str | None]] | None] = SimpleQueue()
+        folder.mkdir(exist_ok=True)
+        for path in folder.iterdir():
+            self.empty(path)
+        for _ in range(DELETERS):
+            threading.Thread(target=self._delete, name="deleting", daemon=True).start()
+
+    def put(self, path: Path) -> Path:
+        """Take it from its place."""
+        return path.rename(self._folder / uuid4().hex)
+
+    def empty(self, path: Path) -> Future[str | None]:
+        """Delete what was put there."""
+        end: Future[str | None] = Future()
+        self._asked.put((path, end))
+        return end
+
+    def close(self) -> None:
+        """Its threads end when what was asked for is deleted; the process does not wait for them."""
+        for _ in range(DELETERS):
+            self._asked.put(None)
+
+    def _delete(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            path, end = asked
+            reason = remove_tree(path, DELETE_S)
+            if reason is not None:
+                log.warning("%s", reason)
+            end.set_result(reason)
+
+
+class Watch:
+    """The disk under `root`, looked at while there are attempts. When it is low, when many files were made, and every
+    `EVERY` looks, all of them are measured."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.meters: set[DiskMeter] = set()
+        self._job: asyncio.Task[None] | None = None
+
+    def add(self, meter: DiskMeter) -> None:
+        self.meters.add(meter)
+        if self._job is None or self._job.done():
+            self._job = asyncio.create_task(self._look())
+
+    def low(self) -> bool:
+        """Whether the host has too little left for anyone's commands to be judged by their end."""
+        disk = os.statvfs(self.root)
+        few = disk.f_files > 0 and disk.f_favail < min(FLOOR_FILES, disk.f_files // FLOOR_SHARE)
+        return few or disk.f_bavail * disk.f_frsize < min(FLOOR_BYTES, disk.f_blocks * disk.f_frsize // FLOOR_SHARE)
+
+    async def _look(self) -> None:
+        free = os.statvfs(self.root).f_ffree
+        for look in count(1):
+            await asyncio.sleep(WATCH_S)
+            if not self.meters:
+                return
+            now = os.statvfs(self.root).f_ffree
+            if look % EVERY == 0 or free - now > MAX_FILES // 2 or self.low():
+                free = now
+                for meter in list(self.meters):
+                    await asyncio.to_thread(meter.measure)
+                    meter.end()
+
+
+class DiskMeter:
+    """See `Meter`. Sandboxes that are elsewhere use nothing here."""
+
+    def __init__(self, watch: Watch, workspace: Workspace, limit_bytes: int) -> None:
+        self.over = self.full = False
+        self._disk, self._workspace, self._limit = watch, workspace, limit_bytes
+        self._sandbox: Sandbox | None = None
+        self._job: asyncio.Future[ExecResult] | None = None
+
+    async def exec(
+        self, sandbox: Sandbox, command: str, timeout_s: float, cap_bytes: int | None = None, *, ends: bool = True
+    ) -> ExecResult:
+        if sandbox.pids() is None:
+            return await sandbox.exec(command, timeout_s, cap_bytes)
+        self._sandbox = sandbox
+        self._disk.add(self)
+        job = asyncio.ensure_future(sandbox.exec(command, timeout_s, cap_bytes))
+        self._job = job if ends else None
+        try:
+            await asyncio.wait({job})
+        finally:
+            job.cancel()
+        await asyncio.to_thread(self.measure)
+        if self.over and ends:
+            raise StorageFull("its workspace is full")
+        return job.result()
+
+    def end(self) -> None:
+        """The command, when over."""
+        if self.over and self._job is not None:
+            self._job.cancel()
+
+    def measure(self) -> None:
+        """Blocking. A full disk counts only while this one is not over: whoever fills it is judged."""
+        files = self._workspace.files
+        try:
+            low = self._disk.low()
+            used = tree_bytes(files, self._limit, strict=low) + tree_bytes(self._workspace.logs, self._limit)
+            pids = (self._sandbox and self._sandbox.pids()) or []
+            self.over |= used + held_bytes(pids, os.stat(files).st_dev, strict=low) > self._limit
+            self.full |= low and not self.over and self._disk.low()
+        except OSError as error:  # gone meanwhile
+            log.warning("%s: not measured: %s", self._workspace.path, error)
+
+    def close(self) -> None:
+        self._disk.meters.discard(self)
 
 
 def _locked(descriptor: int) -> bool:
@@ -137,15 +288,20 @@ def _own(path: Path, owner: int | None) -> None:
 
 
 def publish_tree(source: Path, target: Path) -> None:
-    """A read-only copy at `target`, put there whole with one rename; a copy already there stays."""
+    """A read-only copy at `target`, whose name is its digest, put there whole with one rename. A copy that is there
+    stays, unless it has another digest."""
     if target.exists():
-        return
+        if tree_digest(target) == target.name:
+            return
+        remove_tree(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{uuid4().hex}")  # attempts of a group publish the same at once
-    copy_tree(source, partial, None)
     try:
+        copy_tree(source, partial, None)
+        if tree_digest(partial) != target.name:
+            raise BadInput(f"{source}: changed since the attempt was asked for; leave it as it is, and ask again")
         partial.rename(target)
-    except OSError:
+    except (OSError, BadInput):
         remove_tree(partial)
         if not target.exists():
             raise

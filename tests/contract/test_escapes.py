@@ -27,6 +27,7 @@ import pytest
 from rl360.errors import Rl360Error
 from rl360.harbor.evidence import files_text
 from rl360.harbor.protocol import SandboxLimits
+from rl360.harbor.task import tree_digest
 from rl360.harbor.verifier import read_reward
 from rl360.sandboxes.bubblewrap import BubblewrapProvider
 from rl360.sandboxes.provider import SandboxGone, SandboxSpec, Workspace
@@ -505,7 +506,7 @@ def verified(rig: Rig) -> Iterator[tuple[str, Workspace]]:
     tests = rig.folder / "tests"
     tests.mkdir()
     (tests / "mark").write_text("the tests' own\n")
-    published = rig.run(rig.provider.publish(tests, "digest-of-escapes"))
+    published = rig.run(rig.provider.publish(tests, tree_digest(tests)))
     agent = rig.make("planter")
     workspace = agent.spec.workspace
     assert "planted" in rig.say(PLANT, sandbox=agent)

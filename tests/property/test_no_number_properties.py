@@ -43,6 +43,7 @@ from rl360.sandboxes.provider import (
     StopProof,
     Workspace,
 )
+from rl360.sandboxes.rooted import DiskMeter, Watch
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, sha256_hex, unpack
 from rl360.tasksets.harbor_files import BUILTIN_DIR
@@ -204,6 +205,9 @@ class ScriptedSandbox:
             raise OSError(5, "stop failed")
         return StopProof(confirmed, "seen", 0.0)
 
+    def pids(self) -> None:
+        return None
+
 
 class ScriptedProvider:
     def __init__(self, script: Script) -> None:
@@ -224,6 +228,9 @@ class ScriptedProvider:
 
     async def remove_workspace(self, workspace: Workspace) -> str | None:
         return self.script.choose.of((None, None, "something is left"))
+
+    def meter(self, workspace: Workspace, storage_mb: int) -> DiskMeter:
+        return DiskMeter(Watch(self.script.folder), workspace, storage_mb << 20)
 
 
 TASK = load_task(next(path for path in sorted(BUILTIN_DIR.iterdir()) if path.is_dir()))

@@ -21,6 +21,7 @@ from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.runner import SLACK_S, Attempt, Prepared, Runner, prepare
 from rl360.harbor.task import load_task
 from rl360.sandboxes.provider import ExecResult, SandboxGone, SandboxSpec, SandboxStartError, StopProof, Workspace
+from rl360.sandboxes.rooted import DiskMeter, Watch
 from rl360.tasksets.harbor_files import BUILTIN_DIR
 from tests.unit.virtual_time import gate, run_virtual
 
@@ -65,6 +66,9 @@ class SlowSandbox:
         await asyncio.sleep(min(takes, deadline_s))
         return StopProof(takes <= deadline_s, "seen", takes)
 
+    def pids(self) -> None:
+        return None
+
 
 @dataclass
 class SlowProvider:
@@ -96,6 +100,9 @@ class SlowProvider:
     async def remove_workspace(self, workspace: Workspace) -> str | None:
         await asyncio.sleep(self.takes.remove)
         return None
+
+    def meter(self, workspace: Workspace, storage_mb: int) -> DiskMeter:
+        return DiskMeter(Watch(self.folder), workspace, storage_mb << 20)
 
 
 def request_of(name: str = "a", **more: Any) -> RunRequest:
@@ -281,10 +288,14 @@ def test_nor_is_one_whose_verifier_is_not_proven_gone_or_whose_host_is_full(
     reply, _ = run_virtual(carried(SlowProvider(tmp_path / "a", Takes(last_stop=math.inf)), agent_that_takes(math.inf)))
     assert (reply.outcome, reply.reward) == ("sandbox_lost", None) and not reply.cleanup.confirmed
 
-    async def full(*_: object) -> None:
-        raise OSError("no space left")
+    create = SlowProvider.create
 
-    monkeypatch.setattr(SlowProvider, "publish", full)
+    async def full(self: SlowProvider, spec: SandboxSpec) -> SlowSandbox:
+        if spec.with_logs:
+            raise OSError("no space left")
+        return await create(self, spec)
+
+    monkeypatch.setattr(SlowProvider, "create", full)
     reply, _ = run_virtual(carried(SlowProvider(tmp_path / "b", Takes()), agent_that_takes(math.inf)))
     assert (reply.outcome, reply.reward, reply.cleanup.confirmed) == ("sandbox_lost", None, True)
 

@@ -430,7 +430,7 @@ def test_a_judged_task_without_a_judge_is_no_reward(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     (tmp_path / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
     asked = VerifyOrder(
-        load_task(tmp_path), Workspace(tmp_path), "r", "a", "n", {}, SandboxLimits(), 1.0,
+        load_task(tmp_path), Workspace(tmp_path), AsyncMock(), tmp_path, "r", "a", "n", {}, SandboxLimits(), 1.0,
         AsyncMock(), lambda *_: None, lambda: 1.0, lambda: 1.0, lambda _: nullcontext(), b"k",
     )  # fmt: skip
     found = asyncio.run(verify(cast(SandboxProvider, None), asked, []))

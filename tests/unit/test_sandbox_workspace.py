@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl360.errors import BadInput
-from rl360.sandboxes import cgroups
+from rl360.harbor.task import tree_digest
+from rl360.sandboxes import cgroups, rooted, workspace
 from rl360.sandboxes.bubblewrap import safe_name
 from rl360.sandboxes.rooted import copy_tree, publish_tree
-from rl360.sandboxes.workspace import remove_tree, tree_bytes
+from rl360.sandboxes.workspace import held_bytes, remove_tree, tree_bytes
+
+MB = 1 << 20
 
 
 def test_copy_keeps_content_links_and_scripts(tmp_path: Path) -> None:
@@ -45,25 +51,57 @@ def test_copy_refuses_devices(tmp_path: Path) -> None:
         copy_tree(tmp_path / "s", tmp_path / "t", None)
 
 
+def tree_of(folder: Path, text: str) -> tuple[Path, Path]:
+    """A tree, and where its copy belongs."""
+    (folder / "s").mkdir(exist_ok=True)
+    (folder / "s" / "f").write_text(text)
+    return folder / "s", folder / "shared" / tree_digest(folder / "s")
+
+
 def test_publish_is_made_once(tmp_path: Path) -> None:
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "f").write_text("1")
-    publish_tree(tmp_path / "s", tmp_path / "shared" / "d")
-    (tmp_path / "s" / "f").write_text("2")
-    publish_tree(tmp_path / "s", tmp_path / "shared" / "d")
-    assert (tmp_path / "shared" / "d" / "f").read_text() == "1"
-    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["d"]
+    source, target = tree_of(tmp_path, "1")
+    publish_tree(source, target)
+    (source / "f").write_text("2")
+    publish_tree(source, target)
+    assert (target / "f").read_text() == "1"
+    assert list((tmp_path / "shared").iterdir()) == [target]
+
+
+def test_what_is_published_has_its_digest(tmp_path: Path) -> None:
+    source, target = tree_of(tmp_path, "1")
+    (source / "f").write_text("2")
+    with pytest.raises(BadInput, match="changed since the attempt was asked for"):
+        publish_tree(source, target)
+    assert list((tmp_path / "shared").iterdir()) == []
+    shutil.copytree(source, target)  # left by whomever
+    (source / "f").write_text("1")
+    publish_tree(source, target)
+    assert (target / "f").read_text() == "1" and list((tmp_path / "shared").iterdir()) == [target]
+
+
+def test_a_publish_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tree_of(tmp_path, "1")
+
+    def full(_source: object, made: Path, *_: object) -> None:
+        made.mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rooted, "copy_tree", full)
+    with pytest.raises(OSError, match="No space left"):
+        publish_tree(source, target)
+    assert list((tmp_path / "shared").iterdir()) == []
 
 
 def test_publish_by_many_at_once(tmp_path: Path) -> None:
-    (tmp_path / "s").mkdir()
+    source, target = tree_of(tmp_path, "1")
     for name in range(50):
-        (tmp_path / "s" / str(name)).write_text("1")
+        (source / str(name)).write_text("1")
+    target = tmp_path / "shared" / tree_digest(source)
     with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(publish_tree, tmp_path / "s", tmp_path / "shared" / "d") for _ in range(16)]:
+        for done in [pool.submit(publish_tree, source, target) for _ in range(16)]:
             done.result()
-    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["d"]
-    assert len(list((tmp_path / "shared" / "d").iterdir())) == 50
+    assert list((tmp_path / "shared").iterdir()) == [target]
+    assert len(list(target.iterdir())) == 51
 
 
 def test_remove_follows_no_link_and_survives_hostile_trees(tmp_path: Path) -> None:
@@ -88,11 +126,63 @@ def test_remove_follows_no_link_and_survives_hostile_trees(tmp_path: Path) -> No
     assert remove_tree(tree) is None
 
 
+def test_many_files_are_deleted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "MAX_HERE", 10)
+    for name in range(30):
+        (tmp_path / "t" / f"d{name % 3}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "t" / f"d{name % 3}" / str(name)).write_text("x")
+    assert remove_tree(tmp_path / "t") is None and not (tmp_path / "t").exists()
+
+
 def test_tree_bytes_counts_disk_and_stops(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x" * 10_000)
     (tmp_path / "l").symlink_to("/usr")
     assert 10_000 <= tree_bytes(tmp_path, 1 << 20) < 40_000
     assert tree_bytes(tmp_path, 100) > 100
+
+
+def test_no_path_hides_what_is_stored(tmp_path: Path) -> None:
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(25):  # beyond the longest path there is
+        os.mkdir("d" * 200, dir_fd=here)
+        here = os.open("d" * 200, os.O_RDONLY, dir_fd=here)
+    os.write(os.open("f", os.O_WRONLY | os.O_CREAT, dir_fd=here), b"x" * MB)
+    assert MB <= tree_bytes(tmp_path, 2 * MB) < 2 * MB and tree_bytes(tmp_path, MB // 2) > MB // 2
+    for _ in range(90):
+        os.mkdir("d", dir_fd=here)
+        here = os.open("d", os.O_RDONLY, dir_fd=here)
+    assert tree_bytes(tmp_path, 2 * MB) > 2 * MB, "too many levels"
+    assert remove_tree(tmp_path / ("d" * 200)) is None
+
+
+def test_what_goes_while_it_is_counted_hides_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in range(20):
+        (tmp_path / f"d{name}").mkdir()
+        (tmp_path / f"d{name}" / "f").write_bytes(b"x" * 100_000)
+    opened = os.open
+
+    def removing(path: Any, *args: Any, **more: Any) -> int:
+        if path == "d7":
+            shutil.rmtree(tmp_path / "d7")
+        return opened(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", removing)
+    assert 1_900_000 <= tree_bytes(tmp_path, 1 << 30) < 2_100_000
+
+
+def test_what_is_held_open_or_mapped_without_a_name_is_counted(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    before = held_bytes([os.getpid()], device)  # by who runs this
+    with (tmp_path / "f").open("wb+") as file, (tmp_path / "g").open("wb+") as named:
+        file.write(b"x" * MB), named.write(b"x" * MB), file.flush(), named.flush()
+        os.unlink(tmp_path / "f")
+        assert MB <= held_bytes([os.getpid()], device) - before < 2 * MB
+        assert held_bytes([os.getpid()], device + 1) == held_bytes([0, 1 << 30], device) == 0
+        mapped = mmap.mmap(file.fileno(), 4096)
+    if os.geteuid() == 0:
+        assert MB <= held_bytes([os.getpid()], device, strict=True) - before < 2 * MB
+    mapped.close()
+    assert held_bytes([os.getpid()], device, strict=True) == before
 
 
 def test_names_stay_unique_and_plain() -> None:

@@ -241,6 +241,9 @@ class RemoteSandbox:
         finally:
             await asyncio.to_thread(remove_tree, fresh)
 
+    def pids(self) -> None:
+        return None
+
     async def stop(self, deadline_s: float = 10.0) -> StopProof:
         if self._proof is None or not self._proof.confirmed:
             self._proof = await end_surely(self._daemon, self._box.ident, self.spec.name, deadline_s)
@@ -365,7 +368,7 @@ class RemoteProvider(Rooted):
         lines = await reap(self.daemon, self.deployment, self.held)
         live = await asyncio.to_thread(lambda: sorted((self.root / "live").iterdir()))
         if not self.held:
-            lines += [f"{path.name}: {await asyncio.to_thread(remove_tree, path) or 'gone'}" for path in live]
+            lines += [f"{path.name}: {await asyncio.to_thread(self._discard, path, []) or 'gone'}" for path in live]
         return lines
 
     async def aclose(self) -> None:
