@@ -101,11 +101,9 @@ class Replies:
     async def begin(self, request: RunRequest) -> None:
         """Its turn came: from here on a kill loses it. Where that cannot be said it has not begun."""
         key = reply_key(request.run, request.attempt_id)
-        try:
-            await self._call(self.store.put, f"{key}.claim", self._claim(request, turn=True))
-        except BaseException:
-            self._begun.discard(key)
-            raise
+        self._begun.discard(key)
+        await self._call(self.store.put, f"{key}.claim", self._claim(request, turn=True))
+        self._begun.add(key)
 
     def _claim(self, request: RunRequest, turn: bool) -> bytes:
         until = time.time() + request.deadline_s + CLOCKS_S
