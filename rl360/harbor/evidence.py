@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rl360.harbor.dockerfile import Files
 from rl360.sandboxes.workspace import MAX_DEPTH, MAX_FILES
 
 MAX_LISTED = 256  # names that are listed, of which the first MAX_SHOWN are shown
@@ -62,14 +63,15 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def files_text(folder: Path, source: Path | None, wanted: Sequence[str] | None, limit_bytes: int) -> str:
+def files_text(folder: Path, before: Files, wanted: Sequence[str] | None, limit_bytes: int) -> str:
     """Names and contents of files under `folder`: those `wanted` names (a file, a folder or a pattern), or all that
-    differ from `source`, with what `source` had and `folder` has not. Blocking."""
+    differ from what was there `before`, with what is there no more. Blocking."""
     names = list(_walk(folder))
     if wanted is None:
-        before = {name for name in _walk(source) if name != "Dockerfile"} if source is not None else set()
-        names = [name for name in names if name not in before or _differs(folder / name, Path(source or "", name))]
-        gone = [f"{json.dumps(name)}: removed" for name in sorted(before) if not os.path.lexists(folder / name)]
+        names = [name for name in names if (its := before.get(name)) is None or _differs(folder / name, its)]
+        gone = [
+            f"{json.dumps(name)}: removed" for name, its in before.items() if its and not os.path.lexists(folder / name)
+        ]
     else:
         names = [name for name in names if any(_meant(name, pattern) for pattern in wanted)]
         gone = [f"{json.dumps(item)}: not there" for item in wanted if not any(_meant(n, item) for n in names)]

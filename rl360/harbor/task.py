@@ -1,14 +1,14 @@
 """Harbor task directories: `load_task(dir)` gives a frozen `Task` or one line naming the path, the value and the fix.
 
-Shape: `task.toml`, `instruction.md`, `environment/` (its files are the initial working directory; the Dockerfile is
-read, not copied), `tests/test.sh`, `tests/rl360_judge.toml` for tasks that an LLM judges (docs/judges.md; test.sh may
-then be missing), and `solution/solve.sh` for tasks that have an oracle.
+Shape: `task.toml`, `instruction.md`, `environment/` (what the working directory is made from: rl360.harbor.dockerfile),
+`tests/test.sh`, `tests/rl360_judge.toml` for tasks that an LLM judges (docs/judges.md; test.sh may then be missing),
+and `solution/solve.sh` for tasks that have an oracle.
 """
 
 from __future__ import annotations
 
+import os
 import posixpath
-import re
 import tomllib
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rl360.errors import BadInput
+from rl360.harbor.dockerfile import Layout, layout_of, text_of
 
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 _NAMES = ("usr", "etc", "bin", "sbin", "lib", "lib64", "proc", "dev", "sys", "tests", "logs", "solution")
@@ -152,13 +153,8 @@ class Task(BaseModel):
     instruction: str
     config: TaskConfig
     verifier_digest: str
-    build_instructions: tuple[str, ...]
+    layout: Layout
     judge: JudgeTerms | None = None
-
-    @property
-    def environment_dir(self) -> Path | None:
-        path = self.path / "environment"
-        return path if path.is_dir() else None
 
     @property
     def tests_dir(self) -> Path:
@@ -172,7 +168,7 @@ class Task(BaseModel):
 
 def load_task(directory: Path | str) -> Task:
     """Read and check a task directory. Raises `BadInput` with one line."""
-    path = Path(directory).absolute()
+    path = Path(os.path.abspath(directory))
     if not path.is_dir():
         raise BadInput(f"{path}: no such task directory; give the folder that holds task.toml")
     for name in PARTS:
@@ -184,7 +180,7 @@ def load_task(directory: Path | str) -> Task:
         if not (path / name).is_file():
             raise BadInput(f"{path}: no {name}; a Harbor task needs task.toml, instruction.md and tests/test.sh")
     config = _toml(path / "task.toml", TaskConfig)
-    instruction = _text(path / "instruction.md").strip()
+    instruction = text_of(path / "instruction.md").strip()
     if not instruction:
         raise BadInput(f"{path / 'instruction.md'}: empty; write what the agent is to do")
     return Task(
@@ -193,7 +189,7 @@ def load_task(directory: Path | str) -> Task:
         instruction=instruction,
         config=config,
         verifier_digest=tree_digest(path / "tests"),
-        build_instructions=_build_instructions(path / "environment" / "Dockerfile"),
+        layout=layout_of(path / "environment", config.environment.workdir),
         judge=judge,
     )
 
@@ -205,19 +201,9 @@ def image_group(task: Task, default: str | None = None) -> str:
     return task.config.environment.docker_image or default or task.id
 
 
-def _text(path: Path) -> str:
-    size = path.stat().st_size
-    if size > MAX_TEXT_BYTES:
-        raise BadInput(f"{path}: {size} bytes, limit {MAX_TEXT_BYTES}; shorten it")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8") from None
-
-
 def _toml(path: Path, kind: type[T]) -> T:
     try:
-        return kind.model_validate(tomllib.loads(_text(path)))
+        return kind.model_validate(tomllib.loads(text_of(path)))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise BadInput(f"{path}: not TOML ({error}); fix that line") from None
     except ValidationError as error:
@@ -228,17 +214,6 @@ def _toml(path: Path, kind: type[T]) -> T:
             raise BadInput(f"{path}: {said}") from None
         what = "unknown key; remove it or fix its name" if first["type"] == "extra_forbidden" else said
         raise BadInput(f"{path}: {where} = {first['input']!r}: {what}") from None
-
-
-def _build_instructions(path: Path) -> tuple[str, ...]:
-    """Dockerfile instructions that need an image build. FROM, WORKDIR and COPY of the folder's own files do not."""
-    if not path.is_file():
-        return ()
-    text = re.sub(r"\\\n", " ", _text(path))
-    lines = [line.strip() for line in text.splitlines()]
-    lines = [line for line in lines if line and not line.startswith("#")]
-    free = re.compile(r"(FROM|WORKDIR)\s|COPY\s+(?!--)", re.IGNORECASE)
-    return tuple(line[:200] for line in lines if not free.match(line))
 
 
 def tree_digest(root: Path) -> str:

@@ -57,7 +57,7 @@ class BubblewrapProvider(Rooted):
         if needs.docker_image:
             return f"docker_image {needs.docker_image!r}: bubblewrap sandboxes use the host's /usr; remove it"
         if needs.build_instructions:
-            return f"Dockerfile instruction {needs.build_instructions[0]!r} needs an image build; only COPY works here"
+            return needs.unbuilt()
         return None
 
     @cached_property

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rl360.errors import Rl360Error
+from rl360.harbor.dockerfile import Files
 from rl360.harbor.protocol import SandboxLimits
 
 
@@ -153,8 +154,8 @@ class SandboxProvider(Protocol):
     def refusal(self, needs: SandboxNeeds) -> str | None:
         """Why this provider cannot carry such a task, in one line; None when it can."""
 
-    async def new_workspace(self, name: str, source: Path | None) -> Workspace:
-        """A fresh workspace holding a copy of `source`."""
+    async def new_workspace(self, name: str, files: Files | None) -> Workspace:
+        """A fresh workspace holding copies of `files`."""
 
     async def remove_workspace(self, workspace: Workspace) -> str | None:
         """Have it gone from its place; the reason when it is not. It is deleted in the background."""
@@ -179,6 +180,10 @@ class SandboxNeeds:
     network_mode: str
     docker_image: str | None
     build_instructions: tuple[str, ...]
+
+    def unbuilt(self) -> str:
+        """Why nobody carries a task with build instructions."""
+        return f"Dockerfile: {self.build_instructions[0]}: needs an image build, which there is none of; leave it out"
 
 
 async def stop_surely(sandbox: Sandbox, stops: list[StopProof], deadline_s: float = 10.0) -> StopProof:

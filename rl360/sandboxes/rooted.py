@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import threading
 import time
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from uuid import uuid4
 
 from rl360.errors import BadInput
 from rl360.harbor.task import tree_digest
+from rl360.harbor.dockerfile import Files, tree_files
 from rl360.sandboxes.provider import ExecResult, Sandbox, SandboxStartError, StorageFull, Workspace
 from rl360.sandboxes.workspace import MAX_FILES, held_bytes, remove_tree, tree_bytes
 
@@ -60,13 +60,13 @@ class Rooted:
         self._bin.close()
         os.close(self._lock)
 
-    async def new_workspace(self, name: str, source: Path | None) -> Workspace:
+    async def new_workspace(self, name: str, files: Files | None) -> Workspace:
         workspace = Workspace(self.root / "live" / safe_name(name))
         try:
             workspace.path.mkdir(mode=0o711)
         except FileExistsError:
             raise SandboxStartError(f"{workspace.path} exists: this attempt was started before and left it") from None
-        job = asyncio.get_running_loop().run_in_executor(None, self._fill, workspace, source)
+        job = asyncio.get_running_loop().run_in_executor(None, self._fill, workspace, files)
         try:
             await asyncio.shield(job)
         except BaseException:  # a cancellation too: nobody else knows yet that there is something to delete
@@ -77,11 +77,10 @@ class Rooted:
             raise
         return workspace
 
-    def _fill(self, workspace: Workspace, source: Path | None) -> None:
+    def _fill(self, workspace: Workspace, files: Files | None) -> None:
         workspace.files.mkdir()
         workspace.logs.mkdir()
-        if source is not None:
-            copy_tree(source, workspace.files, self._owner, skip=frozenset({"Dockerfile"}))
+        copy_files(files or {}, workspace.files, self._owner)
         for path in (workspace.files, workspace.logs):
             path.chmod(0o755)
             if self._owner is not None:
@@ -244,42 +243,30 @@ def _locked(descriptor: int) -> bool:
         time.sleep(0.02)
 
 
-def copy_tree(source: Path, target: Path, owner: int | None, skip: frozenset[str] = frozenset()) -> None:
-    """Copy regular files, folders and links (as links) of a trusted tree; everything readable, scripts executable.
-
-    `owner`: uid and gid of what is made (root only); `skip`: names left out at the top.
-    """
+def copy_files(files: Files, target: Path, owner: int | None) -> None:
+    """Copy trusted files, folders and links (as links) to their names under `target`; everything readable, scripts
+    executable. `owner`: uid and gid of what is made (root only)."""
     total = 0
     target.mkdir(parents=True, exist_ok=True)
     target.chmod(0o755)
     _own(target, owner)
-    for folder, names, files in os.walk(source):
-        here = target / os.path.relpath(folder, source)
-        for name in list(names):
-            path = Path(folder, name)
-            if path.is_symlink():
-                names.remove(name)
-                files.append(name)
-                continue
-            (here / name).mkdir(exist_ok=True)
-            (here / name).chmod(0o755)  # mkdir's own mode is cut by the umask
-            _own(here / name, owner)
-        for name in files:
-            if folder == str(source) and name in skip:
-                continue
-            path, made = Path(folder, name), here / name
-            status = path.lstat()
-            if stat.S_ISLNK(status.st_mode):
-                made.symlink_to(os.readlink(path))
-            elif stat.S_ISREG(status.st_mode):
-                total += status.st_size
-                if total > MAX_COPY_BYTES:
-                    raise BadInput(f"{source}: more than {MAX_COPY_BYTES} bytes of files; make the task smaller")
-                shutil.copyfile(path, made)
-                made.chmod(0o755 if status.st_mode & 0o111 else 0o644)
-            else:
-                raise BadInput(f"{path}: neither a file, a folder nor a link; remove it from the task")
-            _own(made, owner)
+    for name, path in files.items():
+        made = target / name
+        if path is None:
+            made.mkdir(exist_ok=True)
+            made.chmod(0o755)  # mkdir's own mode is cut by the umask
+        elif path.is_symlink():
+            made.symlink_to(os.readlink(path))
+        elif path.is_file():
+            status = path.stat()
+            total += status.st_size
+            if total > MAX_COPY_BYTES:
+                raise BadInput(f"{path}: more than {MAX_COPY_BYTES} bytes of files with it; make the task smaller")
+            shutil.copyfile(path, made)
+            made.chmod(0o755 if status.st_mode & 0o111 else 0o644)
+        else:
+            raise BadInput(f"{path}: neither a file, a folder nor a link; remove it from the task")
+        _own(made, owner)
 
 
 def _own(path: Path, owner: int | None) -> None:
@@ -297,7 +284,7 @@ def publish_tree(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{uuid4().hex}")  # attempts of a group publish the same at once
     try:
-        copy_tree(source, partial, None)
+        copy_files(tree_files(source), partial, None)
         if tree_digest(partial) != target.name:
             raise BadInput(f"{source}: changed since the attempt was asked for; leave it as it is, and ask again")
         partial.rename(target)

@@ -38,8 +38,8 @@ class TaskEntry:
 
 @dataclass(frozen=True)
 class TaskSet:
-    """`entries` by task id, sorted; `digest` names ids, domains and instructions and verifiers, so that a changed set
-    is noticed.
+    """`entries` by task id, sorted; `digest` names ids, domains, instructions, verifiers and what COPY lines leave out
+    or put elsewhere, so that a changed set is noticed.
     """
 
     spec: str
@@ -97,6 +97,8 @@ def load_taskset(spec: str) -> TaskSet:
         entry = TaskEntry(task_id=task.id, path=folder, domain=domain, judged=task.judge is not None, image=image)
         found[task.id] = entry
         digest.update(f"{task.id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
+        for name, source in () if task.layout.whole else task.layout.files.items():
+            digest.update(f"{name}\0{source and source.relative_to(task.path)}\n".encode())
     return TaskSet(spec=spec, entries=dict(sorted(found.items())), digest=digest.hexdigest())
 
 

@@ -468,7 +468,7 @@ def test_what_an_agent_leaves_is_read_and_deleted_without_following_it(rig: Rig)
         rig.say(
             "mkdir a; chmod 000 a; for i in $(seq 60); do mkdir -p deep; cd deep; done; ln -s . self", sandbox=sandbox
         )
-        text = files_text(sandbox.spec.workspace.files, None, None, 100_000)
+        text = files_text(sandbox.spec.workspace.files, {}, None, 100_000)
         assert SECRET not in text and text.count("not followed") >= 3
     assert Path(rig.names["secret"]).read_text() == SECRET
 

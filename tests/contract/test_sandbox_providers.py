@@ -25,6 +25,7 @@ from test_sandboxes import REASON
 
 from rl360.errors import BadInput
 from rl360.harbor.check import check_tasks
+from rl360.harbor.dockerfile import tree_files
 from rl360.harbor.protocol import SandboxLimits
 from rl360.kube import Cluster
 from rl360.sandboxes import leases
@@ -105,7 +106,7 @@ def test_a_life_and_what_the_verifier_sees(fake: Fake, tmp_path: Path) -> None:
     (tests / "test.sh").write_text("grep -q done /app/deep/f && echo 1 >/logs/verifier/reward.txt\n")
 
     async def body(provider: RemoteProvider) -> None:
-        spec = await spec_of(provider, source=source, env={"MINE": "a b'c"})
+        spec = await spec_of(provider, source=tree_files(source), env={"MINE": "a b'c"})
         agent = await provider.create(spec)
         done = await agent.exec('pwd; cat deep/f; ./run.sh; echo "$MINE"; id -u; echo err >&2; exit 3', 10)
         assert (done.exit_code, done.timed_out) == (3, False)
@@ -538,6 +539,7 @@ def test_pid_1_outlives_what_runs_in_it_and_keeps_no_zombies(tmp_path: Path) -> 
 WITHOUT_END = """
 import asyncio, itertools, sys
 from pathlib import Path
+from rl360.harbor.dockerfile import tree_files
 from rl360.harbor.protocol import SandboxLimits
 from rl360.sandboxes.provider import SandboxSpec
 from rl360.sandboxes.providers.docker import Docker, endpoint_at

@@ -25,10 +25,10 @@ def make_task(path: Path, toml: str = "", dockerfile: str = "FROM debian\nWORKDI
 
 def test_loads(tmp_path: Path) -> None:
     toml = '[task]\nname = "t/one"\n[metadata]\nanything = 3\n[environment]\nmemory_mb = 128\nworkdir = "/work"\n'
-    task = load_task(make_task(tmp_path / "t", toml))
+    task = load_task(make_task(tmp_path / "t", toml, "FROM debian\nCOPY . /work\n"))
     assert (task.id, task.instruction) == ("t/one", "Do it.")
     assert (task.config.environment.memory_mb, task.config.environment.workdir) == (128, "/work")
-    assert task.solution_dir is None and task.build_instructions == ()
+    assert task.solution_dir is None and task.layout.build == ()
     assert task.verifier_digest == tree_digest(task.tests_dir)
 
 
@@ -100,8 +100,8 @@ def test_empty_instruction_and_binary_text(tmp_path: Path) -> None:
 
 
 def test_build_instructions_are_named(tmp_path: Path) -> None:
-    dockerfile = "# c\nFROM x\nRUN apt-get install \\\n  jq\nCOPY a.txt /app/\nCOPY --from=b /x /y\nENV A=1\n"
-    found = load_task(make_task(tmp_path / "t", dockerfile=dockerfile)).build_instructions
+    dockerfile = "# c\nFROM x\nRUN apt-get install \\\n  jq\nCOPY . /app/\nCOPY --from=b /x /y\nENV A=1\n"
+    found = load_task(make_task(tmp_path / "t", dockerfile=dockerfile)).layout.build
     assert [line.split()[0] for line in found] == ["RUN", "COPY", "ENV"]
 
 
@@ -125,7 +125,7 @@ def test_builtin_tasks_load() -> None:
     assert folders
     for folder in folders:
         task = load_task(folder)
-        assert task.solution_dir is not None and task.build_instructions == ()
+        assert task.solution_dir is not None and task.layout.build == ()
 
 
 @pytest.mark.skipif(not EXERCISM.is_dir(), reason="the exercism tasks are not beside the repository")

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from rl360.errors import BadInput
+from rl360.harbor.dockerfile import tree_files
 from rl360.harbor.task import tree_digest
 from rl360.sandboxes import cgroups, rooted, workspace
 from rl360.sandboxes.bubblewrap import safe_name
-from rl360.sandboxes.rooted import copy_tree, publish_tree
+from rl360.sandboxes.rooted import copy_files, publish_tree
 from rl360.sandboxes.workspace import held_bytes, remove_tree, tree_bytes
 
 MB = 1 << 20
@@ -24,7 +25,6 @@ MB = 1 << 20
 def test_copy_keeps_content_links_and_scripts(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "deep" / "er").mkdir(parents=True)
-    (source / "Dockerfile").write_text("FROM x")
     (source / "deep" / "Dockerfile").write_text("mine")
     (source / "run.sh").write_text("echo")
     (source / "run.sh").chmod(0o700)
@@ -33,11 +33,11 @@ def test_copy_keeps_content_links_and_scripts(tmp_path: Path) -> None:
     (source / "dirlink").symlink_to("deep")
     old = os.umask(0o077)
     try:
-        copy_tree(source, tmp_path / "t", None, skip=frozenset({"Dockerfile"}))
+        copy_files(tree_files(source), tmp_path / "t", None)
     finally:
         os.umask(old)
     made = tmp_path / "t"
-    assert not (made / "Dockerfile").exists() and (made / "deep" / "Dockerfile").read_text() == "mine"
+    assert (made / "deep" / "Dockerfile").read_text() == "mine"
     assert (made / "deep" / "er" / "f").read_bytes() == b"\0x"
     assert (made / "run.sh").stat().st_mode & 0o777 == 0o755
     assert (made / "deep").stat().st_mode & 0o777 == 0o755
@@ -48,7 +48,7 @@ def test_copy_refuses_devices(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     os.mkfifo(tmp_path / "s" / "pipe")
     with pytest.raises(BadInput, match="neither"):
-        copy_tree(tmp_path / "s", tmp_path / "t", None)
+        copy_files(tree_files(tmp_path / "s"), tmp_path / "t", None)
 
 
 def tree_of(folder: Path, text: str) -> tuple[Path, Path]:
@@ -86,7 +86,7 @@ def test_a_publish_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         made.mkdir()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rooted, "copy_tree", full)
+    monkeypatch.setattr(rooted, "copy_files", full)
     with pytest.raises(OSError, match="No space left"):
         publish_tree(source, target)
     assert list((tmp_path / "shared").iterdir()) == []

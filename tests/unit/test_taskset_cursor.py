@@ -36,6 +36,18 @@ def test_a_directory_is_a_set_and_its_content_is_in_the_digest(tmp_path: Path) -
     assert load_taskset(str(tmp_path / "mine")).digest != taskset.digest
 
 
+def test_what_copy_lines_change_is_in_the_digest(tmp_path: Path) -> None:
+    root = _set_of(tmp_path / "mine", ["one"])
+    file = root / "one" / "environment" / "Dockerfile"
+    name = next(path.name for path in file.parent.iterdir() if path != file)
+    seen = []
+    for line in ("COPY . /app/", f"COPY {name} /app/in/", f"COPY {name} /app/in/it"):
+        file.write_text(f"FROM x\nWORKDIR /app\n{line}\n")
+        seen.append(load_taskset(str(root)).digest)
+    file.unlink()
+    assert load_taskset(str(root)).digest == seen[0] and len(set(seen)) == 3
+
+
 def test_domain_without_metadata_is_the_sets_name(tmp_path: Path) -> None:
     root = _set_of(tmp_path / "mine", ["a"])
     toml = root / "a" / "task.toml"

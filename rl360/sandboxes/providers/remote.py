@@ -287,7 +287,7 @@ class RemoteProvider(Rooted):
 
     def refusal(self, needs: SandboxNeeds) -> str | None:
         if needs.build_instructions:
-            return f"Dockerfile instruction {needs.build_instructions[0]!r} needs an image build; give docker_image"
+            return f"{needs.unbuilt()}, and give a docker_image that has what it makes"
         if needs.network_mode == "allowlist":
             return "network_mode 'allowlist' names no addresses; use 'no-network' or 'public'"
         return self.daemon.refusal(needs)
