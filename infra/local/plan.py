@@ -19,6 +19,7 @@ from infra.local.proc import INSTANCE_ENV, SERVICE_ENV
 from rl360.config.services import Secrets, Services
 from rl360.engines.launchers.options import EngineOptions
 from rl360.errors import BadInput
+from rl360.plugins import FOLDER as PLUGINS
 from rl360.sandboxes.admission import BOUNDLESS
 from rl360.sandboxes.host import promised
 
@@ -145,28 +146,32 @@ def base_env(options: UpOptions, instance: str) -> dict[str, str]:
     kept.pop(options.judge_key_env, None)  # for the sandbox server alone
     home = Path(options.home)
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    return kept | {
-        "PATH": path,
-        "RL360_HOME": str(home),
-        "RL360_TOKEN_FILE": str(home / "token"),
-        INSTANCE_ENV: instance,
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "DO_NOT_TRACK": "1",
-        "PYTHONUNBUFFERED": "1",
-        "PREFECT_HOME": str(home / "prefect"),
-        "PREFECT_API_URL": f"http://{LOOPBACK}:{options.ports['prefect']}/api",
-        "PREFECT_UI_API_URL": f"http://{LOOPBACK}:{options.ports['prefect']}/api",
-        "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{options.ports['prefect']}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
-        "PREFECT_CLI_PROMPT": "false",
-    }
+    return (
+        {PLUGINS: os.getcwd()}
+        | kept
+        | {
+            "PATH": path,
+            "RL360_HOME": str(home),
+            "RL360_TOKEN_FILE": str(home / "token"),
+            INSTANCE_ENV: instance,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "DO_NOT_TRACK": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PREFECT_HOME": str(home / "prefect"),
+            "PREFECT_API_URL": f"http://{LOOPBACK}:{options.ports['prefect']}/api",
+            "PREFECT_UI_API_URL": f"http://{LOOPBACK}:{options.ports['prefect']}/api",
+            "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{options.ports['prefect']}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+            "PREFECT_CLI_PROMPT": "false",
+        }
+    )
 
 
 def build_specs(options: UpOptions, secrets: Secrets, instance: str) -> list[Spec]:

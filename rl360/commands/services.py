@@ -46,6 +46,12 @@ def _port_choices(items: list[str]) -> dict[str, int]:
     return chosen
 
 
+def _absolute(pair: str) -> str:
+    """NAME=FILE as this directory means it: services run in another one."""
+    name, _, path = pair.partition("=")
+    return f"{name}={Path(path).expanduser().absolute()}"
+
+
 def up(
     model: Annotated[
         Path | None,
@@ -111,7 +117,7 @@ def up(
         judge_url=judge_url,
         judge_key_env=judge_key_env,
         agents=tuple(agent or ()),
-        harnesses=tuple(harness or ()),
+        harnesses=tuple(_absolute(pair) for pair in harness or ()),
         harbor=str(harbor.absolute()) if harbor is not None else "",
         promise=promise,
         trainer_ranks=trainer_ranks,

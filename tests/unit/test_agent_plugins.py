@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jinja2
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # helpers shared by the parts of the suite
 from scripted_session import Fail, Say, ScriptedSessions
 
-from infra.local.plan import UpOptions, _sandbox
+from infra.local.plan import UpOptions, _sandbox, base_env
+from rl360.agents import bash_agent
 from rl360.agents.base import AgentContext, AgentFailure, AgentMetrics
 from rl360.agents.registry import agents_of
 from rl360.agents.rollout import AttemptSpec, all_at_once, run_as_asked
+from rl360.commands.services import _absolute
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput
 from rl360.harbor.protocol import RunRequest
 from rl360.harbor.server import parse_args
-from rl360.plugins import load_function
+from rl360.plugins import FOLDER, load_function
+from rl360.policy.template import prompt_text
 from rl360.sandboxes.provider import ExecResult
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "agents.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "agents.md"
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +89,15 @@ def specs(groups: int, attempts: int) -> list[AttemptSpec]:
 
 def test_the_page_has_an_example_of_each_layer(examples: list[str]) -> None:
     assert examples == ["one_script", "by_domain", "leaders_first"]
+
+
+def test_what_the_demos_policy_is_to_be_asked_is_what_it_was_trained_on() -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    asked = json.loads(block)
+    system, user = asked["messages"]
+    assert system == {"role": "system", "content": bash_agent.SYSTEM_PROMPT} and asked["tools"] == [bash_agent.TOOL]
+    template = jinja2.Environment().from_string((ROOT / "rl360/sessions/families/rl360_chat.jinja").read_text())
+    assert template.render(**asked, add_generation_prompt=True) == prompt_text(user["content"])
 
 
 def test_the_agent_function(examples: list[str], sessions: ScriptedSessions) -> None:
@@ -151,6 +168,45 @@ def test_paths_that_lead_nowhere(path: str, words: str) -> None:
     with pytest.raises(BadInput) as refused:
         agents_of([f"mine={path}" if path else "mine"])
     assert words in str(refused.value)
+
+
+def asked_in(folder: Path, code: str, **env: str) -> str:
+    """What a program says that is started in this folder, as the `rl360` of an environment is."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", FOLDER)}
+    start = f"import sys; sys.path[0] = {str(ROOT)!r}; {code}"
+    done = subprocess.run([sys.executable, "-c", start], cwd=folder, env=clean | env, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_a_module_of_the_folder_one_types_in_is_found_and_hides_no_other(tmp_path: Path) -> None:
+    here, away = tmp_path / "here", tmp_path / "away"
+    here.mkdir(), away.mkdir()
+    (here / "mine.py").write_text("import json, orjson\ndef run(): ...\n")
+    for name in ("json", "orjson", "httpx"):
+        (here / f"{name}.py").write_text("raise SystemExit('hidden')")
+    code = "from rl360.plugins import load_function; import rl360.errors as e\ntry:\n print(load_function('mine:run', 'agent').__module__)\nexcept e.BadInput as said:\n print(said)"  # noqa: E501
+    assert asked_in(here, code) == "mine\n"
+    assert asked_in(away, code, **{FOLDER: str(here)}) == "mine\n", "a service, which runs in another folder"
+    told = asked_in(away, code)
+    assert "agent 'mine:run' cannot be imported: No module named 'mine'; give module:function, the module " in told
+    assert f"on PYTHONPATH, or in the folder of `rl360 up` and `rl360 run` (here {away})" in told
+
+
+def test_up_tells_its_services_the_folder_it_was_typed_in_and_they_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.chdir(tmp_path)
+    env = base_env(UpOptions(home=str(tmp_path)), "i")
+    assert env[FOLDER] == str(tmp_path)
+    monkeypatch.setenv(FOLDER, env[FOLDER])
+    monkeypatch.chdir(ROOT)
+    assert base_env(UpOptions(home=str(tmp_path)), "i")[FOLDER] == str(tmp_path), "the supervisor's folder is another"
+
+
+def test_a_harness_file_is_where_this_directory_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # services run in another
+    assert _absolute("mine=h.toml") == f"mine={tmp_path}/h.toml" and _absolute("mine=/h.toml") == "mine=/h.toml"
 
 
 def test_names_are_given_once() -> None:
