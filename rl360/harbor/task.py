@@ -22,7 +22,8 @@ from rl360.harbor.dockerfile import Layout, layout_of, text_of
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 _NAMES = ("usr", "etc", "bin", "sbin", "lib", "lib64", "proc", "dev", "sys", "tests", "logs", "solution")
 RESERVED = ("/", *map("/{}".format, _NAMES))
-MAX_TEXT_BYTES = 1 << 20
+# what else a sandbox has of its own: in a verifier's it must be new, so an agent's files go to none of it
+OWN = (*RESERVED[1:], "/tmp", "/run", "/home/agent", "/opt/python", "/lib32", "/libx32")
 JUDGE_FILE = "tests/rl360_judge.toml"
 PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", JUDGE_FILE, "solution")
 T = TypeVar("T", bound="_Table")
@@ -78,8 +79,8 @@ class EnvironmentTable(_Table):
     def _usable(cls, value: str) -> str:
         if not value.startswith("/") or posixpath.normpath(value) != value or any(c in value for c in "\0\n"):
             raise ValueError("must be an absolute, normalised path such as /app")
-        if value in RESERVED or any(value.startswith(f"{item}/") for item in RESERVED if item != "/"):
-            raise ValueError(f"is inside a system folder; choose a path such as /app, outside {', '.join(RESERVED)}")
+        if value == "/" or any(f"{value}/".startswith(f"{own}/") or own.startswith(f"{value}/") for own in OWN):
+            raise ValueError(f"is, is in or holds a system folder; choose a path such as /app, beside {', '.join(OWN)}")
         return value
 
 

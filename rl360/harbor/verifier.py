@@ -45,6 +45,7 @@ MAX_REWARD_BYTES = 65_536
 MAX_LOG_BYTES = 2000
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 SIGNALLED = 128
+NEW_HOME = 'case "$HOME/" in "$PWD"/*) export HOME=/tmp;; esac'  # where an image's home is what the agent wrote to
 END_S = 60.0  # of the lease of a verifier's sandbox, for its files and its end
 Found = tuple[float | None, Outcome | None, str]  # a reward or the problem, and a line about it
 
@@ -168,7 +169,9 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
     order.started(True, False)
     problem: Outcome | None = None
     try:
-        result = await order.meter.exec(sandbox, "bash /tests/test.sh", order.timeout_s, MAX_LOG_BYTES, ends=False)
+        result = await order.meter.exec(
+            sandbox, f"{NEW_HOME}; bash /tests/test.sh", order.timeout_s, MAX_LOG_BYTES, ends=False
+        )
         log = _tail(result.output)
         if result.timed_out:
             problem, log = Outcome.VERIFIER_TIMEOUT, f"test.sh ran longer than {order.timeout_s:g} s; {log}"
@@ -214,7 +217,10 @@ def _concluded(order: VerifyOrder, found: Found, judge: JudgeReceipt | None = No
 
 def read_reward(folder: Path) -> float | None:
     """The reward in `folder`: reward.json before reward.txt; None when neither is there. Raises `RewardError`."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError:
+        raise RewardError("/logs/verifier: its permissions were taken away") from None
     try:
         data = _read_regular(descriptor, "reward.json")
         if data is not None:

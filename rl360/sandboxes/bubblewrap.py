@@ -1,8 +1,8 @@
 """Sandboxes from bubblewrap, as root or not: no network, read-only system, private /tmp and home, limits, proof of end.
 
 One `bwrap` per sandbox. Its PID 1 is a plain `sh` that reads commands from a pipe, so a command costs one fork and
-one exec. Nothing inside can signal PID 1 of its own namespace, and the kernel reports PID 1 as ended only after every
-other process of the namespace is reaped: its pidfd turning readable is the proof that all are gone.
+one exec. Nothing inside can signal or trace PID 1 of its own namespace, and the kernel reports PID 1 as ended only
+after every other process of the namespace is reaped: its pidfd turning readable is the proof that all are gone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import orjson
 
 from rl360.errors import BadInput
 from rl360.sandboxes import cgroups, leases, seccomp
-from rl360.sandboxes.bwrap_process import BwrapSandbox, launch
+from rl360.sandboxes.bwrap_process import PROGRAMS, BwrapSandbox, launch
 from rl360.sandboxes.provider import SandboxNeeds, SandboxSpec, SandboxStartError
-from rl360.sandboxes.rooted import Rooted, make_etc, safe_name
+from rl360.sandboxes.rooted import Rooted, copy_unreadable, make_etc, safe_name
 from rl360.sandboxes.workspace import remove_tree
 
 SANDBOX_UID = 65534
@@ -50,6 +50,7 @@ class BubblewrapProvider(Rooted):
         self._seccomp = seccomp.program() or b""
         super().__init__(root, self.uid if self.as_root else None)
         make_etc(self.root / "shared" / "etc", self.uid)
+        copy_unreadable(("sh", "head"), self.root / "shared" / "pid1")
 
     def refusal(self, needs: SandboxNeeds) -> str | None:
         if needs.network_mode != "no-network":
@@ -75,6 +76,7 @@ class BubblewrapProvider(Rooted):
                 parts += ["--ro-bind", str(path), str(path)]
         if self._python is not None:
             parts += ["--ro-bind", str(self._python), "/opt/python"]
+        parts += ["--perms", "0755", "--dir", "/run", "--ro-bind", str(self.root / "shared" / "pid1"), PROGRAMS]
         return (*parts, "--proc", "/proc", "--dev", "/dev")
 
     @cached_property
@@ -110,7 +112,7 @@ class BubblewrapProvider(Rooted):
         argv += ["--as-pid-1", "--info-fd", str(info_fd)]
         argv += ["--seccomp", str(filter_fd)] if self._seccomp else []
         if not self.as_root:
-            return [*argv, *_with_variables(spec.env)]
+            return [*argv, *_first_program(spec)]
         for cap in DROP_CAPS:
             argv += ["--cap-add", cap]
         ids = ["--reuid", str(self.uid), "--regid", str(self.uid), "--clear-groups"]
@@ -121,11 +123,11 @@ class BubblewrapProvider(Rooted):
             "--bounding-set=-all",
             "--inh-caps=-all",
             "--no-new-privs",
-            *_with_variables(spec.env),
+            *_first_program(spec),
         ]
 
     def _environment(self, spec: SandboxSpec) -> dict[str, str]:
-        """What bwrap itself runs with, as a host process: nothing of the task's, see `_with_variables`."""
+        """What bwrap itself runs with, as a host process: nothing of the task's, see `_first_program`."""
         path = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
         if self._python is not None:
             path = f"/opt/python/bin:{path}"
@@ -136,8 +138,7 @@ class BubblewrapProvider(Rooted):
         """What PID 1 does first: rlimits (those a cgroup does not give), then says that it is ready."""
         limits = spec.limits
         have = cgroups.parents().controllers
-        cpu_s = max(1, int(limits.cpu_time_s))
-        parts = ["ulimit -c 0", f"ulimit -f {limits.file_size_mb * 2048}", f"ulimit -t {cpu_s}"]
+        parts = ["ulimit -c 0", f"ulimit -f {limits.file_size_mb * 2048}"]
         parts.append(f"ulimit -n {OPEN_FILES}")  # what a server raised for itself is no sandbox's
         if "memory" not in have:
             parts.append(f"ulimit -v {limits.memory_mb * 1024}")
@@ -148,6 +149,7 @@ class BubblewrapProvider(Rooted):
     async def create(self, spec: SandboxSpec) -> BwrapSandbox:
         name = cgroups.prefix(self.root) + safe_name(spec.name)
         record = spec.workspace.path / f"{name}.json"
+        spec.workspace.files.chmod(0o755)  # whatever an agent left it as, a verifier starts in it
         try:
             # before what it records exists, and in one move: whenever this process is killed, the next one can read it
             _write_record(record, spec, cgroups.planned(name))
@@ -180,11 +182,12 @@ class BubblewrapProvider(Rooted):
         return found
 
 
-def _with_variables(variables: Mapping[str, str]) -> list[str]:
+def _first_program(spec: SandboxSpec) -> list[str]:
     """The command of PID 1, under the task's variables. Set last, inside and without privileges: in bwrap's own
-    environment LD_PRELOAD or PATH of a task would run code of the task on the host."""
-    given = [f"{name}={value}" for name, value in variables.items() if name != ENV_NAME]
-    return ["env", "--", *given, "sh"] if given else ["sh"]
+    environment LD_PRELOAD or PATH of a task would run code of the task on the host. `env` in any case: setpriv may
+    still read every file when it starts its program, and then PID 1 could be traced."""
+    given = [f"{name}={value}" for name, value in spec.env.items() if name != ENV_NAME]
+    return ["env", "--", *given, f"{PROGRAMS}/sh", "-s", f"{ENV_NAME}={spec.workspace.path}"]
 
 
 def _write_record(path: Path, spec: SandboxSpec, group: cgroups.Group) -> None:
@@ -244,17 +247,17 @@ def _records(path: Path) -> tuple[list[cgroups.Group], Mapping[str, str], list[s
 
 
 def marked_pids(path: Path) -> list[int]:
-    """Processes started for this workspace. The marker is in PID 1's first environment, which nothing inside can change
-    for it; ending PID 1 ends the rest."""
+    """Processes started for this workspace. The marker is in PID 1's arguments, which nothing inside can change for it,
+    and whose environment its user may not read; ending PID 1 ends the rest."""
     marker = f"{ENV_NAME}={path}".encode()
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                environment = Path("/proc", entry, "environ").read_bytes()
+                arguments = Path("/proc", entry, "cmdline").read_bytes()
             except OSError:  # ended meanwhile, or another user's: then it is not ours
                 continue
-            if marker in environment.split(b"\0"):
+            if marker in arguments.split(b"\0"):
                 found.append(int(entry))
     return found
 

@@ -1,8 +1,11 @@
 """One bubblewrap sandbox as a process: start, commands over pipes, tar in and out, stop with proof.
 
 Descriptors of PID 1 (`sh`): 0 commands from us, 1 what commands print, 2 its own answers (`ready`, `<n> <exit code>`).
-A command gets /dev/null as input and descriptor 1 for both outputs, so it cannot write answers by accident; were it to
-forge one through /proc it would only lie to itself, as no reward is ever read from here.
+A command gets /dev/null as input and descriptor 1 for both outputs. PID 1, and `head` that shares its descriptors, are
+copies nobody may read: the kernel keeps them from being traced and opened through /proc, also by their own user.
+
+Whose end it is: only what is seen to come from outside is the host's. All else is the contents' doing, and judged: a
+way to void an attempt would be worth as much to a policy as a way to pass.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -32,6 +36,8 @@ FLOOD_BYTES = 16 << 20  # a command that prints more is ended: reading it would 
 MAX_EARLY = 4
 STALE_READS = 32  # a background flood is not read to its end here: it becomes the next command's
 KILL_GRACE_S = 3.0
+LATE_S = 1.0  # so late after a time it set, this server itself was kept from running
+PROGRAMS = "/run/pid1"  # where a sandbox has those copies
 NS_GET_USERNS = 0xB701
 TIMED_OUT, KILLED = 124, 137
 
@@ -106,11 +112,11 @@ class BwrapSandbox:
             self._waiting.set_exception(self._gone())
 
     def _gone(self) -> SandboxGone:
-        """Why the sandbox ended: PID 1 exits by itself, or by a limit, only because of what ran inside."""
+        """Why the sandbox ended. Nothing inside can kill PID 1 by a signal but a limit, and nothing at all bwrap."""
         code = self._process.wait(timeout=5)
         hits = cgroups.limit_hits(self._group)
         reasons = [f"limit hit: {name} {count} times" for name, count in hits.items() if count]
-        by_contents = bool(reasons) or 0 <= code < 128
+        by_contents = bool(reasons) or (code >= 0 and code != KILLED)
         self._on_answers()
         detail = ", ".join([f"PID 1 ended with {code}", *reasons])
         said = f": {self._words.strip()}" if self._words.strip() else ""
@@ -166,7 +172,7 @@ class BwrapSandbox:
         self._flood_bytes = max(self._flood_bytes, FLOOD_BYTES)
         self._on_output()
         code = answer.removeprefix(tag)
-        exit_code = TIMED_OUT if timed_out else int(code) if code.isdigit() and len(code) < 4 else KILLED
+        exit_code = TIMED_OUT if timed_out else int(code) if re.fullmatch(r"\d{1,3}", code, re.ASCII) else KILLED
         return ExecResult(exit_code, bytes(self._collected), self._seen_bytes, time.monotonic() - started, timed_out)
 
     def _send(self, line: bytes) -> None:
@@ -196,15 +202,18 @@ class BwrapSandbox:
         taken for the next command's.
         """
         self._flood_bytes = sys.maxsize
+        due = time.monotonic() + KILL_GRACE_S + LATE_S
         ended = asyncio.ensure_future(self._answer(tag, KILL_GRACE_S))
         await asyncio.sleep(0)  # listen before killing: the answer may come at once
         try:
             await self._kill_inside()
             return await ended
         except TimeoutError:
-            hits = cgroups.limit_hits(self._group)  # without one it is the host that is slow
-            message = f"sandbox {self.spec.name}: no answer after its command was killed; limits hit: {hits or 'none'}"
-            raise SandboxGone(message, by_contents=any(hits.values())) from None
+            hits = cgroups.limit_hits(self._group)
+            late = time.monotonic() > due
+            whose = "this server ran late" if late else f"limits hit: {hits or 'none'}"
+            message = f"sandbox {self.spec.name}: no answer after its command was killed; {whose}"
+            raise SandboxGone(message, by_contents=not late or any(hits.values())) from None
         finally:
             ended.cancel()
 
@@ -228,14 +237,16 @@ class BwrapSandbox:
             return _refused("command holds a NUL byte or is not UTF-8")
         cap = self.spec.limits.output_bytes if cap_bytes is None else cap_bytes
         # in a subshell: PID 1 says "Killed" of its own child on its own stderr, which would be redirected too
-        shell = f"( exec bash -c {shlex.quote(command)} </dev/null 2>&1 )"
+        # the limit is not PID 1's own, which reaps what is left to it for as long as the sandbox is there
+        cpu_s = max(1, int(self.spec.limits.cpu_time_s))
+        shell = f"( ulimit -t {cpu_s}; exec bash -c {shlex.quote(command)} </dev/null 2>&1 )"
         return await self._run(shell, timeout_s, cap, FLOOD_BYTES)
 
     async def upload(self, tar: bytes, into: str, timeout_s: float) -> None:
         if len(tar) > MAX_UPLOAD_BYTES:
             raise BadInput(f"upload of {len(tar)} bytes, limit {MAX_UPLOAD_BYTES}; split it")
         # PID 1's shell may read ahead on its input, so the bytes are sent only once `head` waits for them
-        feed = f"{{ echo '{self._number + 1} go' >&2; head -c {len(tar)}; }}"
+        feed = f"{{ echo '{self._number + 1} go' >&2; {PROGRAMS}/head -c {len(tar)} 2>/dev/null; }}"
         unpack = f"tar -x --no-same-owner -C {shlex.quote(into)} -f - 2>&1"
         result = await self._run(f"{feed} | {unpack}", timeout_s, 2000, FLOOD_BYTES, payload=tar)
         if result.exit_code != 0:

@@ -207,16 +207,19 @@ def remove(group: Group) -> list[Path]:
 
 
 def limit_hits(group: Group) -> dict[str, int]:
-    """How often a limit was hit: `pids` refused forks, `oom` kills. Absent counters are left out."""
+    """How often a limit was hit: `pids` refused forks, `oom` of its own memory (a host that is out of memory kills in
+    it too). Absent counters are left out."""
     hits: dict[str, int] = {}
     for path in group.paths:
         for file, key, name in (
             ("pids.events", "max", "pids"),
-            ("memory.events", "oom_kill", "oom"),
+            ("memory.events", "oom", "oom"),
             ("memory.oom_control", "oom_kill", "oom"),
         ):
             try:
                 lines = (path / file).read_text().splitlines()
+                if file == "memory.oom_control" and (path / "memory.failcnt").read_text().strip() == "0":
+                    continue
             except OSError:
                 continue
             for line in lines:

@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from hashlib import sha256
 from itertools import count
@@ -19,8 +20,8 @@ from queue import SimpleQueue
 from uuid import uuid4
 
 from rl360.errors import BadInput
-from rl360.harbor.task import tree_digest
 from rl360.harbor.dockerfile import Files, tree_files
+from rl360.harbor.task import tree_digest
 from rl360.sandboxes.provider import ExecResult, Sandbox, SandboxStartError, StorageFull, Workspace
 from rl360.sandboxes.workspace import MAX_FILES, held_bytes, remove_tree, tree_bytes
 
@@ -292,6 +293,19 @@ def publish_tree(source: Path, target: Path) -> None:
         remove_tree(partial)
         if not target.exists():
             raise
+
+
+def copy_unreadable(names: Iterable[str], target: Path) -> None:
+    """Copies of the host's programs that may be started but not read: the kernel lets nobody trace a process of one, or
+    open its files, without privileges. Anew in every process, as they belong to the host's libraries."""
+    remove_tree(target)
+    target.mkdir()
+    target.chmod(0o755)
+    for name in names:
+        made = target / name
+        shutil.copyfile(shutil.which(name) or name, made)
+        os.chown(made, -1, os.getegid())  # known to the sandbox's user namespace, or the server could not look either
+        made.chmod(0o111)
 
 
 def make_etc(target: Path, uid: int) -> None:

@@ -32,6 +32,35 @@ def test_loads(tmp_path: Path) -> None:
     assert task.verifier_digest == tree_digest(task.tests_dir)
 
 
+WORKDIRS = (
+    "/home",
+    "/home/agent",
+    "/home/agent/x",
+    "/tmp",
+    "/tmp/x",
+    "/run/x",
+    "/opt",
+    "/opt/python/x",
+    "/dev/shm",
+    "/",
+)
+
+
+@pytest.mark.parametrize("workdir", WORKDIRS)
+def test_no_working_directory_is_or_holds_what_must_be_new_for_the_verifier(tmp_path: Path, workdir: str) -> None:
+    path = make_task(tmp_path / "t", f'[environment]\nworkdir = "{workdir}"\n')
+    with pytest.raises(BadInput, match=rf"workdir = '{workdir}': is, is in or holds a system folder; choose"):
+        load_task(path)
+
+
+@pytest.mark.parametrize(
+    "workdir", ["/app", "/workspace", "/root", "/home/user", "/home/agents", "/opt/x", "/applied/y"]
+)
+def test_a_working_directory_of_its_own(tmp_path: Path, workdir: str) -> None:
+    toml = f'[task]\nname = "t/one"\n[environment]\nworkdir = "{workdir}"\n'
+    assert load_task(make_task(tmp_path / "t", toml)).config.environment.workdir == workdir
+
+
 def test_tasks_of_one_image_are_one_group(tmp_path: Path) -> None:
     toml = '[task]\nname = "t/{}"\n[environment]\ndocker_image = "{}"\n'
     tasks = [load_task(make_task(tmp_path / f"{n}", toml.format(n, f"i:{n % 2}"))) for n in range(3)]

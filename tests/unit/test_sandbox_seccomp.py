@@ -34,9 +34,11 @@ def verdict(code: bytes, architecture: int, number: int, first_argument: int = 0
 def test_what_is_refused_and_what_is_not(machine: str) -> None:
     code = program(machine)
     assert code is not None and len(code) < 4096, "a pipe takes it at once"
-    architecture, refused, (unshare, clone, clone3) = MACHINES[machine]
+    architecture, refused, (unshare, clone, clone3, prlimit) = MACHINES[machine]
     assert len(refused) == len(NAMES)
     found = {number: verdict(code, architecture, number) for number in range(600)}
+    of = [verdict(code, architecture, prlimit, pid) for pid in (0, 1, 2, 0xFFFFFFFF)]
+    assert of == [ALLOWED, *[REFUSED] * 3], "limits of another process"
     assert {number for number, said in found.items() if said != ALLOWED} == {*refused, clone3}
     assert found[clone3] == ABSENT and all(found[number] == REFUSED for number in refused)
     for number in (unshare, clone):
