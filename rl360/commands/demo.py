@@ -31,6 +31,7 @@ def demo(
 
     Example: rl360 demo --steps 30 --seed 0
     """
+    from rl360.commands.model import patient
     from rl360.commands.report import write_report
     from rl360.commands.run import launch
     from rl360.commands.services import ensure_up
@@ -38,7 +39,8 @@ def demo(
     from rl360.store.object_store import ObjectStore
 
     started_at = time.monotonic()
-    model = ensure_warm_start(seed, home_dir(), progress=typer.echo)
+    with patient(typer.echo) as say:
+        model = ensure_warm_start(seed, home_dir(), progress=say)
     ensure_up(model)
     services = load_services()
     store = ObjectStore.from_services(services)

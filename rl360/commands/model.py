@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +17,33 @@ app = typer.Typer(no_args_is_help=True, help="The starting policy: warm start an
 
 def _progress(line: str) -> None:
     typer.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def patient(
+    say: Callable[[str], None], what: str = "warm start", every_s: float = 10.0
+) -> Iterator[Callable[[str], None]]:
+    """`say`, and whenever it said nothing for `every_s`, since when it is at it."""
+    began = heard = time.monotonic()
+    over = threading.Event()
+
+    def tell(line: str) -> None:
+        nonlocal heard
+        heard = time.monotonic()
+        say(line)
+
+    def remind() -> None:
+        while not over.wait(every_s / 5):
+            if time.monotonic() - heard >= every_s:
+                tell(f"{what}: at it for {time.monotonic() - began:.0f} s")
+
+    teller = threading.Thread(target=remind, daemon=True)
+    teller.start()
+    try:
+        yield tell
+    finally:
+        over.set()
+        teller.join()
 
 
 @app.command("warm-start")
@@ -38,10 +69,12 @@ def warm_start(
             raise BadInput(f"{out} exists already; give a new directory or delete it")
         if seed < 0:
             raise BadInput(f"seed {seed} is negative; give 0 or more")
-        build_warm_start(seed, recipe, out, _progress)
+        with patient(_progress) as say:
+            build_warm_start(seed, recipe, out, say)
         folder = out
     else:
-        folder = ensure_warm_start(seed, home_dir(), recipe, _progress)
+        with patient(_progress) as say:
+            folder = ensure_warm_start(seed, home_dir(), recipe, say)
     record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     if as_json:
         typer.echo(json.dumps({"path": str(folder), **record}))

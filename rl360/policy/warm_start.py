@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ Progress = Callable[[str], None]
 RECORD = "warm_start.json"
 WEIGHTS = "model.safetensors"
 MAX_STEPS = 100_000
+SAY_S = 5.0
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
     *(
@@ -92,6 +94,9 @@ def build_warm_start(seed: int, recipe: Recipe, out_dir: Path, progress: Progres
     """Make tokenizer, model and demonstrations, train with the trainer's own backend, write the directory; returns
     its record.
     """
+    # threads that wait for each other after every small product sleep: spinning, they take busy cores from each other
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported, which is below
+
     from rl360.policy.demonstrations import demonstrations
     from rl360.policy.model import write_model
     from rl360.policy.tokenizer import RawEncoder, tokenizer_digest, train_tokenizer
@@ -104,9 +109,15 @@ def build_warm_start(seed: int, recipe: Recipe, out_dir: Path, progress: Progres
     examples = demonstrations(seed, recipe.demonstrations, recipe.right_share, RawEncoder(tokenizer))
     demonstrations_s = time.monotonic() - started_s
 
+    first_s = said_s = time.monotonic()
+
     def step_done(step: int, loss: float) -> None:
-        if step % 20 == 0 or step == recipe.steps:
-            say(f"warm start: step {step} of {recipe.steps}, loss {loss:.3f}, {time.monotonic() - started_s:.0f} s")
+        nonlocal said_s
+        now_s = time.monotonic()
+        if now_s - said_s >= SAY_S or step == recipe.steps:
+            said_s, left_s = now_s, (now_s - first_s) / step * (recipe.steps - step)
+            took = f"{now_s - started_s:.0f} s" + (f", about {left_s:.0f} s left" if left_s else "")
+            say(f"warm start: step {step} of {recipe.steps}, loss {loss:.3f}, {took}")
 
     with tempfile.TemporaryDirectory(prefix="rl360-init-") as initial:
         write_model(Path(initial), tokenizer, seed)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rl360.commands.model import patient
 from rl360.errors import BadInput, CorruptObject
 from rl360.policy.parity import gap
 from rl360.policy.warm_start import RECORD, WEIGHTS, Recipe, ensure_warm_start, warm_start_key
@@ -50,6 +56,38 @@ def test_bad_values_are_named(tmp_path: Path) -> None:
         Recipe(steps=0)
     with pytest.raises(BadInput, match="seed -1"):
         ensure_warm_start(-1, tmp_path)
+
+
+def test_a_long_silence_is_broken_and_no_other() -> None:
+    said: list[str] = []
+    with patient(said.append, every_s=0.1) as say:
+        say("one")
+        time.sleep(0.25)
+    assert said[0] == "one" and said[1].startswith("warm start: at it for 0 s") and len(said) <= 3
+    with patient(said.append) as say:
+        say("quick")
+    assert said[-1] == "quick"
+
+
+def test_threads_that_wait_sleep_and_progress_says_what_is_left(tmp_path: Path) -> None:
+    """In a process of its own: the setting counts before torch is imported, and the commands do not import it."""
+    code = f"""
+import os, sys
+sys.argv = ["rl360"]
+import rl360.commands.demo, rl360.commands.model
+from rl360.policy import warm_start
+assert "torch" not in sys.modules
+warm_start.SAY_S = 0.0
+recipe = warm_start.Recipe(demonstrations=32, steps=2, batch_size=8)
+warm_start.build_warm_start(0, recipe, __import__("pathlib").Path({str(tmp_path / "made")!r}), print)
+print(os.environ["OMP_WAIT_POLICY"])
+"""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    drawing, first, last, policy = done.stdout.splitlines()
+    assert policy == "PASSIVE" and drawing.startswith("warm start: drawing 32"), done.stderr
+    assert re.fullmatch(r"warm start: step 1 of 2, loss [\d.]+, \d+ s, about \d+ s left", first)
+    assert re.fullmatch(r"warm start: step 2 of 2, loss [\d.]+, \d+ s", last)
 
 
 def test_gap() -> None:
