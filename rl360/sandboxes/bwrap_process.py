@@ -108,8 +108,9 @@ class BwrapSandbox:
 
     def _on_outer_end(self) -> None:
         self._loop.remove_reader(self._outer)
+        gone = self._gone()  # it also reads the last answers: one may be what is waited for
         if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(self._gone())
+            self._waiting.set_exception(gone)
 
     def _gone(self) -> SandboxGone:
         """Why the sandbox ended. Nothing inside can kill PID 1 by a signal but a limit, and nothing at all bwrap."""

@@ -11,10 +11,12 @@ import contextlib
 import io
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -28,14 +30,17 @@ from rl360.errors import Rl360Error
 from rl360.harbor.evidence import files_text
 from rl360.harbor.protocol import SandboxLimits
 from rl360.harbor.task import tree_digest
-from rl360.harbor.verifier import read_reward
+from rl360.harbor.verifier import RewardError, read_reward
 from rl360.sandboxes.bubblewrap import BubblewrapProvider
 from rl360.sandboxes.provider import SandboxGone, SandboxSpec, Workspace
 from tests.contract.test_sandboxes import HOG, REASON, needs_cgroups
 
 pytestmark = [pytest.mark.contract, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 ROOT = os.geteuid() == 0
+UNPRIVILEGED = 61_234
 SECRET = "the-secret-of-the-host"
+# ends, as fast as it can, whatever is sent in to end it
+KILLER = "python3 -c 'import os\nwhile True:\n  try: os.kill(-1, {})\n  except OSError: pass'"
 LIMITS = SandboxLimits(memory_mb=96, pids=48, cpu_time_s=20, file_size_mb=8, output_bytes=16_384)
 
 
@@ -269,6 +274,19 @@ PROBES: dict[str, Probe] = {
     "safe from the OOM killer": Probe(
         write("/proc/self/oom_score_adj").replace("echo 1", "echo -1000"), ran="held|GOT"
     ),
+    # PID 1, which serves the sandbox as the same user
+    "PID 1 traced": got("must(libc.ptrace(16, 1, None, None))"),
+    "PID 1's commands": got("open('/proc/1/fd/0', 'w')"),
+    "PID 1's answers": got("open('/proc/1/fd/2', 'w')"),
+    "PID 1's descriptors": got("must(libc.syscall(438, os.pidfd_open(1), 2, 0))"),
+    "PID 1's memory": got("open('/proc/1/mem', 'r+b')"),
+    "PID 1's memory, read": got(
+        "b = ctypes.create_string_buffer(8)\niov = (ctypes.c_size_t * 2)(ctypes.addressof(b), 8)\n"
+        "must(libc.process_vm_readv(1, iov, 1, iov, 1, 0) - (ctypes.get_errno() == 14) * -1)"
+    ),
+    "PID 1's limits": got("import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))"),
+    "PID 1's environment": got("open('/proc/1/environ')"),
+    "PID 1's place with the OOM killer": Probe(write("/proc/1/oom_score_adj").replace("echo 1", "echo 1000")),
     # privileges
     "a setuid copy": Probe("cp $(command -v id) ./id; chmod 4777 ./id; ./id -u; echo held", r"(?m)^0$"),
     "setuid programs": Probe("for p in su sudo pkexec newgrp; do echo | $p -c id; done 2>&1; echo held", r"uid=0"),
@@ -342,6 +360,19 @@ def test_what_a_task_needs_is_there(rig: Rig) -> None:
         "s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())\nprint('loopback')\nEND"
     )
     assert "thread\n" in said and "returncode=-9, stdout='child" in said and said.endswith("loopback\n")
+
+
+def test_a_debugger_and_limits_of_its_own(rig: Rig) -> None:
+    """What keeps PID 1 from being touched keeps nobody from its own processes."""
+    said = rig.say(
+        python(
+            "import resource, subprocess\nchild = subprocess.Popen(['sleep', '9'])\n"
+            "must(libc.ptrace(16, child.pid, None, None))\nos.waitpid(child.pid, 0x40000000)\n"
+            "open(f'/proc/{child.pid}/mem', 'r+b')\nmust(libc.ptrace(17, child.pid, None, None))\nchild.kill()\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))\nresource.prlimit(0, resource.RLIMIT_CORE, (0, 0))"
+        )
+    )
+    assert said == "GOT\n" and rig.say("ulimit -n 100; ulimit -n; prlimit --nofile=50 echo ok") == "100\nok\n"
 
 
 def test_nothing_of_them_is_left_on_the_host(rig: Rig) -> None:
@@ -420,6 +451,84 @@ def test_nothing_outlives_its_timeout(rig: Rig, name: str) -> None:
         assert result.timed_out
         left = rig.say("ls /proc | grep -c '^[0-9]'", sandbox=sandbox)
         assert int(left) <= 4, "PID 1, its shell, bash and ls"
+
+
+# -- ways to be left unjudged -----------------------------------------------------------------------------------------
+
+VOIDS = {
+    "told to end": "echo 'exit 200' > /proc/1/fd/0",
+    "told to loop": "echo 'while :; do :; done' > /proc/1/fd/0",
+    "told to be silent": "echo 'exec 2>/dev/null' > /proc/1/fd/0",
+    "an answer that is no number": "for n in 1 2 3 4; do printf '%s \\302\\262\\n' $n > /proc/1/fd/2; done",
+    "its commands stolen": "(setsid cat /proc/1/fd/0 >/dev/null 2>&1 &); sleep 0.2",
+    "no files for it": "prlimit --pid 1 --nofile=0:0",
+    "no processes for it": "prlimit --pid 1 --nproc=0:0",
+    "no memory for it": "prlimit --pid 1 --as=1:1",
+    "a stopped child that is traced": "exec python3 -c "
+    "'import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19); print(1)'",
+    "a child of its own": python("must(libc.syscall(56, 0x8000 | 17, 0, 0, 0, 0)) or os._exit(200)\ntime.sleep(0.2)"),
+    "who would end it, killed": f"exec {KILLER.format('9')}",
+    "who would end it, stopped": f"exec {KILLER.format('19')}",
+    "no way into its files": "chmod 000 .",
+    "no way out": "mkdir a && chmod 000 a . && exec sleep 9",
+}
+
+
+@pytest.mark.parametrize("name", VOIDS)
+def test_an_attempt_is_judged_whatever_it_does_to_its_sandbox(rig: Rig, name: str) -> None:
+    """It goes on, or its end is its own doing, and the verifier starts over what it left."""
+    with rig.fresh() as sandbox:
+        ends = []
+        try:
+            rig.run(sandbox.exec(f"echo wrong > answer; {VOIDS[name]}", 1.5))
+            assert rig.say("echo next", sandbox=sandbox) == "next\n"
+        except SandboxGone as gone:
+            ends.append(gone)
+        assert all(gone.by_contents for gone in ends), ends
+        assert rig.run(sandbox.stop()).confirmed
+        workspace = sandbox.spec.workspace
+        judge = rig.make(f"fresh-{rig.number}-verifier", workspace=workspace, with_logs=True)
+        try:
+            assert rig.say("cat answer; echo 0 > /logs/verifier/reward.txt", sandbox=judge) == "wrong\n"
+        finally:
+            assert rig.run(judge.stop()).confirmed
+        assert read_reward(workspace.logs) == 0.0
+
+
+def test_a_sandbox_that_the_host_ended_is_the_hosts(rig: Rig) -> None:
+    for which in ("_init", "_outer"):
+        with rig.fresh() as sandbox:
+            signal.pidfd_send_signal(getattr(sandbox, which), signal.SIGKILL)
+            time.sleep(0.2)
+            with pytest.raises(SandboxGone) as caught:
+                rig.say("echo next", sandbox=sandbox)
+            assert not caught.value.by_contents, caught.value
+
+
+def test_a_log_folder_without_permissions_is_no_reward(rig: Rig) -> None:
+    with rig.fresh(with_logs=True) as sandbox:
+        rig.say("echo 1 > /logs/verifier/reward.txt; chmod 000 /logs/verifier", sandbox=sandbox)
+        assert rig.run(sandbox.stop()).confirmed
+        if ROOT:
+            assert read_reward(sandbox.spec.workspace.logs) == 1.0
+        else:
+            with pytest.raises(RewardError, match="permissions"):
+                read_reward(sandbox.spec.workspace.logs)
+
+
+@pytest.mark.skipif(not ROOT, reason="runs as another user already")
+def test_the_same_where_the_server_is_not_root() -> None:
+    with tempfile.TemporaryDirectory(prefix="rl360-escapes-") as folder:
+        os.chown(folder, UNPRIVILEGED, UNPRIVILEGED)
+        user = ["setpriv", f"--reuid={UNPRIVILEGED}", f"--regid={UNPRIVILEGED}", "--clear-groups"]
+        which = "PID or judged or permissions or debugger or is_the_hosts or reaches"
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", f"--basetemp={folder}/t", "-k", which]
+        env = {**os.environ, "HOME": folder, "RL360_HOME": f"{folder}/home", "PYTHONDONTWRITEBYTECODE": "1"}
+        if subprocess.run([*user, sys.executable, "-c", "import rl360"], env=env, check=False).returncode:
+            pytest.skip(f"user {UNPRIVILEGED} may not read this environment")
+        argv = [*user, sys.executable, "-m", "pytest", *options, __file__]
+        done = subprocess.run(argv, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0 and re.search(r"[3-9]\d passed", done.stdout), done.stdout[-3000:] + done.stderr
 
 
 # -- tars and files that come out or go in ----------------------------------------------------------------------------
