@@ -191,7 +191,7 @@ def prepare(
         raise BadInput(f"task_dir is missing for instance_id {request.instance_id!r}; give the task's directory")
     task = load_task(request.task_dir)
     environment = task.config.environment
-    needs = SandboxNeeds(environment.network_mode, environment.docker_image, task.layout.build)
+    needs = SandboxNeeds(environment.network_mode, environment.docker_image)
     refusal = provider.refusal(needs)
     if refusal is not None:
         raise BadInput(f"{task.path}: {refusal}")
@@ -267,7 +267,7 @@ class Runner:
         try:
             with attempt.timed("setup"):
                 async with asyncio.timeout(request.setup_timeout_s) as clock:
-                    workspace = await self.provider.new_workspace(request_key(request), task.layout.files)
+                    workspace = await self.provider.new_workspace(request_key(request), task.files)
                     attempt.workspace = workspace
                     attempt.meter = self.provider.meter(workspace, task.config.environment.storage_mb)
                     attempt.tests = await self._tests(task)

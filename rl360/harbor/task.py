@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rl360.errors import BadInput
-from rl360.harbor.dockerfile import Layout, layout_of, text_of
+from rl360.harbor.dockerfile import Files, text_of, workspace_files
 
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 _NAMES = ("usr", "etc", "bin", "sbin", "lib", "lib64", "proc", "dev", "sys", "tests", "logs", "solution")
@@ -154,7 +154,7 @@ class Task(BaseModel):
     instruction: str
     config: TaskConfig
     verifier_digest: str
-    layout: Layout
+    files: Files
     judge: JudgeTerms | None = None
 
     @property
@@ -190,7 +190,7 @@ def load_task(directory: Path | str) -> Task:
         instruction=instruction,
         config=config,
         verifier_digest=tree_digest(path / "tests"),
-        layout=layout_of(path / "environment", config.environment.workdir),
+        files=workspace_files(path / "environment", config.environment.workdir),
         judge=judge,
     )
 

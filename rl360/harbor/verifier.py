@@ -130,7 +130,7 @@ async def verify(provider: SandboxProvider, order: VerifyOrder, stops: list[Stop
 def _evidence(order: VerifyOrder, terms: JudgeTerms, bench: Bench) -> Evidence:
     task, files = order.task, None
     if terms.files != ():
-        files = files_text(order.workspace.files, task.layout.files, terms.files, terms.max_bytes)
+        files = files_text(order.workspace.files, task.files, terms.files, terms.max_bytes)
     said = transcript_text(bench.transcript, task.instruction) if terms.transcript else None
     return Evidence(task.instruction, said, files)
 

@@ -57,8 +57,6 @@ class BubblewrapProvider(Rooted):
             return f"network_mode {needs.network_mode!r}: bubblewrap sandboxes have no network; use 'no-network'"
         if needs.docker_image:
             return f"docker_image {needs.docker_image!r}: bubblewrap sandboxes use the host's /usr; remove it"
-        if needs.build_instructions:
-            return needs.unbuilt()
         return None
 
     @cached_property

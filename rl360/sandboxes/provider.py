@@ -179,11 +179,6 @@ class SandboxNeeds:
 
     network_mode: str
     docker_image: str | None
-    build_instructions: tuple[str, ...]
-
-    def unbuilt(self) -> str:
-        """Why nobody carries a task with build instructions."""
-        return f"Dockerfile: {self.build_instructions[0]}: needs an image build, which there is none of; leave it out"
 
 
 async def stop_surely(sandbox: Sandbox, stops: list[StopProof], deadline_s: float = 10.0) -> StopProof:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rl360.errors import BadInput
+from rl360.harbor.dockerfile import tree_files
 from rl360.harbor.task import Task, image_group, load_task
 from rl360.tasksets.mix import domains_at, undecided
 from rl360.tasksets.sources import folder_of
@@ -97,7 +98,9 @@ def load_taskset(spec: str) -> TaskSet:
         entry = TaskEntry(task_id=task.id, path=folder, domain=domain, judged=task.judge is not None, image=image)
         found[task.id] = entry
         digest.update(f"{task.id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
-        for name, source in () if task.layout.whole else task.layout.files.items():
+        there = tree_files(task.path / "environment")
+        there.pop("Dockerfile", None)
+        for name, source in task.files.items() if task.files != there else ():
             digest.update(f"{name}\0{source and source.relative_to(task.path)}\n".encode())
     return TaskSet(spec=spec, entries=dict(sorted(found.items())), digest=digest.hexdigest())
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from rl360.harbor import evidence
-from rl360.harbor.dockerfile import Files, layout_of
+from rl360.harbor.dockerfile import Files, workspace_files
 from rl360.harbor.evidence import clip, files_text, transcript_text
 
 
@@ -27,7 +27,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def before(source: Path) -> Files:
-    return layout_of(source, "/app").files
+    return workspace_files(source, "/app")
 
 
 def test_what_differs_is_shown(places: tuple[Path, Path]) -> None:

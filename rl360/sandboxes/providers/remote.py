@@ -286,8 +286,6 @@ class RemoteProvider(Rooted):
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     def refusal(self, needs: SandboxNeeds) -> str | None:
-        if needs.build_instructions:
-            return f"{needs.unbuilt()}, and give a docker_image that has what it makes"
         if needs.network_mode == "allowlist":
             return "network_mode 'allowlist' names no addresses; use 'no-network' or 'public'"
         return self.daemon.refusal(needs)
