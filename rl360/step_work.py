@@ -19,8 +19,8 @@ from rl360.errors import BadInput, ServiceError
 from rl360.ledger.checks import version_number
 from rl360.ledger.metrics import step_json
 from rl360.ledger.step import StepLedger, build_step_ledger, write_ledger
-from rl360.objective.filters import Decision
 from rl360.objective.filters import filter_groups as decide
+from rl360.objective.filters import read_decisions
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, unpack
 from rl360.store.layout import step_key
@@ -136,7 +136,7 @@ def close_books(store: ObjectStore, config: RunConfig, step: int) -> tuple[Produ
         run=run,
         step=step,
         attempts=read_records(store, run, step),
-        decisions=[Decision.from_wire(wire) for wire in batch["decisions"]],
+        decisions=read_decisions(batch, filtered.key),
         train=orjson.loads(get_object(store, committed(store, run, step, "train").objects[0])),
         push={**pushed.info, "engines": pushed.counts["engines"]},
         phases_s=_phases(store, run, step),

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl360.errors import BadInput
+from rl360.errors import BadInput, CorruptObject
 from rl360.ledger.metrics import PASS_REWARD
 from rl360.ledger.outcomes import HAS_VERDICT, Bucket, Outcome
 from rl360.objective.advantages import CRITIC, attempt_advantages, group_index, scopes
@@ -105,6 +105,8 @@ class Decision:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Decision:
+        if odd := wire.keys() ^ cls.__dataclass_fields__.keys():
+            raise ValueError(f"decision of {wire.get('attempt_id')!r} lacks or misspells {', '.join(sorted(odd))}")
         found = cls(**wire)
         return replace(
             found,
@@ -113,6 +115,16 @@ class Decision:
             leaves=tuple(map(Bucket, found.leaves)),
             tokens={Bucket(name): count for name, count in found.tokens.items()},
         )
+
+
+def read_decisions(batch: Any, key: str) -> list[Decision]:
+    """Those of a train batch, the object `key`. Raises `CorruptObject`."""
+    try:
+        if batch["schema_version"] != BATCH_SCHEMA:
+            raise ValueError(f"batch schema {batch['schema_version']!r} is unknown; {BATCH_SCHEMA} is read here")
+        return [Decision.from_wire(wire) for wire in batch["decisions"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptObject(key, f"has no decisions to read ({error})") from None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rl360.ledger.metrics import group_fates, mean
 from rl360.ledger.outcomes import Bucket
 from rl360.ledger.read import read_step
 from rl360.ledger.step import LEDGER_NAME
-from rl360.objective.filters import Decision
+from rl360.objective.filters import Decision, read_decisions
 from rl360.store.codec import unpack
 from rl360.store.layout import step_key
 from rl360.store.manifest import get_object, read_manifest
@@ -132,8 +132,8 @@ def _books(store: ObjectStore, run: str, step: int, ledger: StepLedger | None) -
     if filtered is None:
         return {}
     ref = filtered.objects[0]
-    decisions = [Decision.from_wire(wire) for wire in unpack(get_object(store, ref), ref.key)["decisions"]]
-    return {decision.attempt_id: decision for decision in decisions}
+    batch = unpack(get_object(store, ref), ref.key)
+    return {decision.attempt_id: decision for decision in read_decisions(batch, ref.key)}
 
 
 def _try(

@@ -68,9 +68,10 @@ NEW = StepPlan({}, [])
 
 def plan_step(taskset: TaskSet, config: RunConfig, step: int, last: Last = None, like: StepPlan = NEW) -> StepPlan:
     """Draw `groups_per_step` tasks and lay out their attempts in waves of at most `wave_size`, groups kept whole.
-    `last`: plan and records of the step before, where the run draws by difficulty. `like`: under its schema, and
-    around what it had in quarantine."""
+    `last`: plan and records of the step before, where the run draws by difficulty. `like`: under its schema, around
+    what it had in quarantine, with the images that its tasks had."""
     history = None if last is None else learned(last[0].history, last[1])
+    images = {spec.task_id: spec.image for wave in like.waves for spec in wave}
     groups: dict[str, str] = {}
     specs: list[AttemptSpec] = []
     asked = config.taskset
@@ -79,7 +80,7 @@ def plan_step(taskset: TaskSet, config: RunConfig, step: int, last: Last = None,
         group_id = f"s{step:06}-g{index:03}"
         groups[group_id] = task_id
         task = taskset[task_id]
-        image = task.image if like.schema > 1 else ""
+        image = images.get(task_id, task.image) if like.schema > 1 else ""
         specs.extend(
             AttemptSpec(f"{group_id}-a{slot:02}", group_id, task_id, str(task.path), task.domain, image)
             for slot in range(config.taskset.attempts_per_group)

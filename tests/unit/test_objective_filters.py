@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rl360.config.run import ObjectiveConfig
 from rl360.errors import BadInput, CorruptObject
 from rl360.ledger.outcomes import INFRA, Bucket, Outcome
-from rl360.objective.filters import Decision, FilterResult, filter_groups
+from rl360.objective.filters import FilterResult, filter_groups, read_decisions
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, unpack
 from tests.unit.objective_data import attempt, sample_of
@@ -356,4 +357,25 @@ def test_the_batch_object_holds_references_to_kept_samples_and_all_decisions() -
     }
     assert [sample["attempt_id"] for sample in wire["samples"]] == ["s000000-g000-a00-t0", "s000000-g000-a01-t0"]
     assert [sample["advantage"] for sample in wire["samples"]] == [0.5, -0.5]
-    assert tuple(Decision.from_wire(item) for item in wire["decisions"]) == result.decisions
+    assert tuple(read_decisions(wire, "k")) == result.decisions
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema_version": 3}, "batch schema 3 is unknown; 4 is read here"),
+        ({"decisions": 7}, "not iterable"),
+        ({"decisions": [7]}, "has no attribute"),
+        ({"without": "token_weight"}, "decision of 's000000-g000-a00-t0' lacks or misspells token_weight"),
+        ({"without": "reward"}, "lacks or misspells reward"),
+        ({"more": {"surprise": 1}}, "lacks or misspells surprise"),
+        ({"more": {"bucket": "dreamt"}}, "'dreamt' is not a valid Bucket"),
+    ],
+)
+def test_decisions_that_are_not_what_was_written_are_a_corrupt_object(change: dict[str, Any], said: str) -> None:
+    batch = unpack(pack(run_filter([attempt(0, 1, 0.0), attempt(0, 0, 1.0)]).to_wire("demo", 3)), "k")
+    assert len(read_decisions(batch, "k")) == 2
+    batch["decisions"][0].pop(change.pop("without", ""), None)
+    batch["decisions"][0].update(change.pop("more", {}))
+    with pytest.raises(CorruptObject, match=f"^object k: has no decisions to read .*{said}"):
+        read_decisions(batch | change, "k")

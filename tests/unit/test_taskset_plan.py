@@ -81,8 +81,8 @@ def test_a_plan_comes_back() -> None:
     assert StepPlan.from_wire(unpack(pack(plan.to_wire()), "key"), "key") == plan
 
 
-def two_of_an_image(root: Path) -> TaskSet:
-    for name, image in (("a", "python:3.12"), ("b", "python:3.12"), ("c", "")):
+def two_of_an_image(root: Path, tag: str = "3.12") -> TaskSet:
+    for name, image in (("a", f"python:{tag}"), ("b", f"python:{tag}"), ("c", "")):
         write_task(root, name, draw_chore(random.Random(name), "append"))
         toml = root / name / "task.toml"
         toml.write_text(toml.read_text().replace("[environment]\n", f'[environment]\ndocker_image = "{image}"\n'))
@@ -97,6 +97,15 @@ def test_a_plan_carries_the_images_that_tasks_share(tmp_path: Path) -> None:
     wire = unpack(pack(plan.to_wire()), "key")
     assert StepPlan.from_wire(wire, "key") == plan and wire["schema_version"] == 2
     assert all("image" not in spec for spec in wire["waves"][0] if spec["task_id"] == "rl360/c")
+
+
+def test_a_plan_is_planned_again_with_the_images_it_had(tmp_path: Path) -> None:
+    first, mended = two_of_an_image(tmp_path / "a"), two_of_an_image(tmp_path / "b", "3.13")
+    assert first.digest == mended.digest, "so the run goes on"
+    old = plan_step(first, config(groups=3), 0)
+    again = plan_step(mended, config(groups=3), 0, like=old)
+    assert [spec.image for spec in again.waves[0]] == [spec.image for spec in old.waves[0]]
+    assert {spec.image for spec in plan_step(mended, config(groups=3), 1).waves[0]} == {"python:3.13", ""}
 
 
 def test_a_plan_of_before_there_were_images_is_read_and_planned_again_as_it_was(tmp_path: Path) -> None:
