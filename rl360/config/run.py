@@ -138,9 +138,9 @@ class SandboxConfig(_Section):
     reserved_cpus: Operational[float] = Field(
         0.05, gt=0, description="what is its own when the host is full: a server admits no more than it has"
     )
-    cpu_time_s: float = Field(60, gt=0, description="CPU seconds of one process")
-    file_size_mb: int = Field(64, ge=1)
-    output_bytes: int = Field(2048, ge=64, description="what one command may show the agent")
+    cpu_time_s: float = Field(60, gt=0, le=10**7, description="CPU seconds of one process")
+    file_size_mb: int = Field(64, ge=1, le=1 << 20)
+    output_bytes: int = Field(2048, ge=64, le=1 << 24, description="what one command may show the agent")
 
     def _rules(self) -> Rules:
         why = f"reserved_cpus {self.reserved_cpus:g} is more than cpus {self.cpus:g}; lower it"

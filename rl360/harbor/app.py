@@ -42,7 +42,7 @@ from rl360.sandboxes.admission import Gate
 from rl360.sandboxes.provider import SandboxProvider
 
 log = logging.getLogger("rl360.sandbox")
-MAX_BODY_BYTES = 1 << 20
+MAX_BODY_BYTES, BODY_S = 1 << 20, 30.0
 JSON = "application/json"
 FEW_IDLE = httpx.Limits(max_connections=None, max_keepalive_connections=8)  # httpx polls each at every request
 IN_MEMORY, IN_STORE = 20_000, 512  # replies that are remembered here: all there are, or a shortcut to the store
@@ -60,9 +60,14 @@ class TooLarge(Rl360Error):
     """A body over the limit."""
 
 
+class TooSlow(Rl360Error):
+    """A body that does not come."""
+
+
 _STATUS: tuple[tuple[type[Rl360Error], int], ...] = (
     (BadInput, 400),
     (Unauthorised, 401),
+    (TooSlow, 408),
     (OtherRequest, 409),
     (TooLarge, 413),
     (QueueFull, 503),
@@ -122,7 +127,7 @@ class Attempts:
 
     async def submit(self, request: RunRequest, owner: str, agents: Mapping[str, Agent]) -> RunReply:
         """The reply of this attempt, whoever started it."""
-        key, prepared = request_key(request), None
+        key, prepared, came = request_key(request), None, asyncio.get_running_loop().time()
         if key not in self._finished and key not in self._open:
             self._require_room()
             prepared = await asyncio.to_thread(prepare, request, self.runner.provider, agents, self.runner.judge)
@@ -135,7 +140,7 @@ class Attempts:
         if entry is None:
             assert prepared is not None
             self._require_room()
-            attempt = Attempt(request)
+            attempt = Attempt(request, came)
             entry = Entry(attempt, asyncio.create_task(self._carry(prepared, attempt)), owner)
             self._open[key] = entry
             # not in `_carry`: a flush may cancel it before it has begun
@@ -179,7 +184,7 @@ class Attempts:
         """Give back what it held: what may still live, as long as its lease may last, holds it on."""
         key = request_key(attempt.request)
         if all(proof.confirmed for proof in attempt.stops):
-            self._turns.leave(key)
+            self._turns.leave(key, () if attempt.workspace is None else attempt.workspace.deleting)
             return
 
         def later() -> None:
@@ -369,10 +374,14 @@ async def body_of(request: Request, authorization: bytes, model: type[BaseModel]
     if not hmac.compare_digest(request.headers.get("authorization", "").encode(), authorization):
         raise Unauthorised("needs the bearer token of this deployment")
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise TooLarge(f"body over {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > MAX_BODY_BYTES:
+                    raise TooLarge(f"body over {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise TooSlow(f"no whole body within {BODY_S:g} s") from None
     try:
         return model.model_validate_json(bytes(data))
     except ValidationError as error:

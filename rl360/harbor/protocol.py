@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rl360.config.run import JudgeConfig, SandboxConfig
 from rl360.harbor.verdict import Verdict
@@ -26,21 +27,21 @@ class JudgeOrder(JudgeConfig):
 class RunRequest(BaseModel):
     """One attempt to run: a task, a session to sample from, budgets."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     instance_id: str = Field(min_length=1, description="task id")
     task_dir: str | None = Field(None, description="Harbor task directory on the sandbox server's host")
     attempt_id: str = Field(min_length=1, max_length=200, description="default: the session's id in base_url")
     group_id: str = ""
     run: str = ""
-    step: int = Field(0, ge=0)
+    step: int = Field(0, ge=0, lt=1 << 63)
     agent_name: str = "bash"
     base_url: str
     model: str = "openai/policy"
     sampling_params: dict[str, Any] = Field(default_factory=dict)
-    max_seq_len: int | None = Field(None, ge=1)
+    max_seq_len: int | None = Field(None, ge=1, lt=1 << 63)
     limits: SandboxLimits = SandboxLimits()
-    max_turns: int = Field(8, ge=1)
+    max_turns: int = Field(8, ge=1, lt=1 << 63)
     queue_timeout_s: float = Field(60.0, gt=0)
     setup_timeout_s: float = Field(20.0, gt=0)
     agent_timeout_s: float = Field(60.0, gt=0)
@@ -57,6 +58,15 @@ class RunRequest(BaseModel):
             return given
         found = re.search(r"/sessions/([^/?#]+)", str(given.get("base_url")))
         return given | {"attempt_id": found[1]} if found else given
+
+    @field_validator("sampling_params")
+    @classmethod
+    def _can_be_sent(cls, given: dict[str, Any]) -> dict[str, Any]:
+        try:
+            orjson.dumps(given)
+        except TypeError as error:
+            raise ValueError(f"cannot be sent on: {error}") from None
+        return given
 
 
 class Phases(BaseModel):

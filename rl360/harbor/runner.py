@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -81,6 +82,7 @@ class Attempt:
     """What is known of an attempt so far."""
 
     request: RunRequest
+    came: float = field(default_factory=lambda: asyncio.get_running_loop().time())  # the request, on the loop's clock
     trial_id: str = field(default_factory=lambda: uuid4().hex)
     exit_status: str = ExitStatus.ABORTED
     failure_phase: PhaseName | None = None
@@ -104,7 +106,7 @@ class Attempt:
     refused: bool = False
 
     def __post_init__(self) -> None:
-        self.deadline = asyncio.get_running_loop().time() + self.request.deadline_s
+        self.deadline = self.came + self.request.deadline_s
 
     def left(self, most_s: float, reserved_s: float = 0.0) -> float:
         """Seconds for a part that may take `most_s`, when `reserved_s` stay for those after it."""
@@ -189,7 +191,14 @@ def prepare(
         raise BadInput(f"agent_name {request.agent_name!r} is not one of {', '.join(sorted(agents))}")
     if request.task_dir is None:
         raise BadInput(f"task_dir is missing for instance_id {request.instance_id!r}; give the task's directory")
-    task = load_task(request.task_dir)
+    try:
+        task = load_task(request.task_dir)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise BadInput(
+            f"task_dir {request.task_dir[:80]!r}...: no path is so long; give the task's directory"
+        ) from None
     environment = task.config.environment
     needs = SandboxNeeds(environment.network_mode, environment.docker_image)
     refusal = provider.refusal(needs)
@@ -362,7 +371,7 @@ class Runner:
             tests=attempt.tests,
             run=request.run,
             attempt_id=request.attempt_id,
-            name=f"{request_key(request)}-verifier",
+            name=f"%verifier/{request_key(request)}",  # no attempt's key begins so
             labels=labels_of(request),
             limits=prepared.limits,
             timeout_s=prepared.verifier_timeout_s,
@@ -426,8 +435,8 @@ def _mounts_of(agent: Agent, workspace: Workspace) -> Mapping[str, Path]:
 
 
 def request_key(request: RunRequest) -> str:
-    """Which attempt this is: attempt ids repeat from run to run."""
-    return f"{request.run}/{request.attempt_id}"
+    """Which attempt this is: attempt ids repeat from run to run, and either may hold a slash."""
+    return f"{request.run.replace('%', '%25').replace('/', '%2F')}/{request.attempt_id}"
 
 
 def labels_of(request: RunRequest) -> dict[str, str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from rl360.sandboxes.admission import Gate, Room
@@ -60,9 +62,19 @@ class Turns:
         self.gate.waves.give_up(key)
         self._pass()
 
-    def leave(self, key: str) -> None:
-        """It needs no sandbox any more, and its sandboxes are gone."""
+    def leave(self, key: str, deleting: Sequence[Future[str | None]] = ()) -> None:
+        """It needs no sandbox any more, and its sandboxes are gone. Its disk is free when its files are deleted."""
+        reservations, loop = self.gate.reservations, asyncio.get_running_loop()
+        disk_mb = reservations.held[key].disk_mb if deleting else 0
         self.gate.leave(key)
+
+        def deleted() -> None:
+            reservations.withhold(-disk_mb)
+            self._pass()
+
+        for end in deleting:
+            reservations.withhold(disk_mb)
+            end.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(deleted))
         self._pass()
 
     def _pass(self) -> None:

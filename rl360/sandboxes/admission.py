@@ -59,6 +59,10 @@ class Reservations:
         self.left, self.held[key] = Room(*map(sub, self.left, need)), need
         return True
 
+    def withhold(self, disk_mb: int) -> None:
+        """Of nobody's any more, and not free yet; what is negative is free again."""
+        self.left = self.left._replace(disk_mb=self.left.disk_mb - disk_mb)
+
     def release(self, key: str) -> None:
         """Take it back; a second time is a `KeyError`."""
         self.left = Room(*map(add, self.left, self.held.pop(key)))

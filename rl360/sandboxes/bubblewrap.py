@@ -154,7 +154,8 @@ class BubblewrapProvider(Rooted):
             group = cgroups.create(name, spec.limits)
         except OSError as error:
             record.unlink(missing_ok=True)  # groups of that name are another's: nobody may end them by this record
-            raise SandboxStartError(f"cgroup {name}: {error.strerror}; another sandbox of this name?") from None
+            taken = "; another sandbox of this name?" if isinstance(error, FileExistsError) else ""
+            raise SandboxStartError(f"{error.filename or name}: {error.strerror}{taken}") from None
         try:
             return await launch(
                 spec,

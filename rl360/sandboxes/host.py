@@ -6,6 +6,7 @@ new one is let in when the living ones leave it enough: together they never prom
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -16,19 +17,18 @@ import orjson
 from rl360.errors import BadInput
 from rl360.sandboxes.admission import Room
 
-_LIMITS = ("sys/fs/cgroup/{0}.max", "sys/fs/cgroup/{0}/{1}")  # v2 of a container, v1
 _NONE = 1 << 62
 
 
 def host_room(folder: Path, root: Path = Path("/")) -> Room:
-    """Cores this process may use, memory and pids of the machine or of its container, free disk at `folder`.
+    """Cores this process may use, memory and pids of the machine or of the groups it is in, free disk at `folder`.
 
     root: where the kernel's files are."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    memory = min(pages * page, _limit(root, "memory", "memory.limit_in_bytes"))
+    memory = min(pages * page, _limit(root, "memory", "memory.max", "memory.limit_in_bytes"))
     pids = min(_number(root / "proc/sys/kernel/pid_max"), _limit(root, "pids", "pids.max"))
     disk = os.statvfs(folder)
-    milli_cpus = min(1000 * len(os.sched_getaffinity(0)), _milli_cpus(root / "sys/fs/cgroup"))
+    milli_cpus = min(1000 * len(os.sched_getaffinity(0)), _milli_cpus(root))
     return Room(milli_cpus, memory >> 20, pids, disk.f_bavail * disk.f_frsize >> 20)
 
 
@@ -90,18 +90,35 @@ def _held(path: Path) -> bool:
     return False
 
 
-def _milli_cpus(groups: Path) -> int:
-    """What a container's quota lets it use."""
-    try:
-        quota, period = (groups / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        quota, period = str(_number(groups / "cpu/cpu.cfs_quota_us")), str(_number(groups / "cpu/cpu.cfs_period_us"))
-    limited = quota.isdecimal() and int(quota) < _NONE and period.isdecimal() and int(period) > 0
-    return int(quota) * 1000 // int(period) if limited else _NONE
+def _milli_cpus(root: Path) -> int:
+    """What the quotas of this process's groups let it use."""
+    least = _NONE
+    for group in _groups(root, "cpu"):
+        try:
+            quota, period = (group / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            quota, period = (str(_number(group / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
+        if quota.isdecimal() and int(quota) < _NONE and period.isdecimal() and int(period) > 0:  # none: `max`, or -1
+            least = min(least, int(quota) * 1000 // int(period))
+    return least
 
 
-def _limit(root: Path, controller: str, file: str) -> int:
-    return min(_number(root / pattern.format(controller, file)) for pattern in _LIMITS)
+def _limit(root: Path, controller: str, *files: str) -> int:
+    return min(_number(group / file) for group in _groups(root, controller) for file in files)
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Of this process, up to the root's: of v2, of a hybrid's v2 and of v1. Some are not there, or not for this."""
+    mounts = root / "sys/fs/cgroup"
+    found = [mounts, mounts / controller]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            parts = Path(path).parts[1:]
+            if ".." not in parts and controller in (names or controller).split(","):
+                for mount in (mounts / controller,) if names else (mounts, mounts / "unified"):
+                    found += [mount.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return found
 
 
 def _number(path: Path) -> int:

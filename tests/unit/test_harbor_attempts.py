@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from rl360.agents import bash_agent
 from rl360.errors import BadInput
-from rl360.harbor.app import Attempts, FlushRequest, make_app
+from rl360.harbor import app as app_module
+from rl360.harbor.app import Attempts, FlushRequest, TooSlow, body_of, make_app
 from rl360.harbor.judge import Judge
 from rl360.harbor.protocol import JudgeOrder, RunRequest
 from rl360.harbor.runner import Runner, prepare
 from rl360.harbor.server import gate_of, parse_args
+from rl360.harbor.turns import Turns
+from rl360.sandboxes.admission import Room
 from rl360.sandboxes.host import host_room
 from rl360.sandboxes.provider import SandboxNeeds, SandboxProvider, SandboxStartError, Workspace
 from rl360.tasksets.harbor_files import BUILTIN_DIR
@@ -113,6 +119,24 @@ def test_a_plain_client_is_served(tmp_path: Path) -> None:
             ("/run", PLAIN | {"instance_id": "none", "base_url": "http://h/sessions/x"}, 400, "no such task directory"),
             ("/run", PLAIN | {"base_url": "http://h/v1"}, 400, "attempt_id: Field required"),
             ("/run", PLAIN | other | {"max_seq_len": 5}, 409, "ran with another max_seq_len"),
+            ("/run", PLAIN | other | {"deadline_s": math.inf}, 400, "deadline_s: Input should be a finite number"),
+            ("/run", PLAIN | other | {"agent_timeout_s": math.nan}, 400, "finite number"),
+            ("/run", PLAIN | other | {"limits": {"file_size_mb": 1 << 62}}, 400, "less than or equal to 1048576"),
+            ("/run", PLAIN | other | {"limits": {"cpu_time_s": 1e300}}, 400, "less than or equal to 10000000"),
+            (
+                "/run",
+                PLAIN | other | {"sampling_params": {"seed": 1 << 64}},
+                400,
+                "sampling_params: cannot be sent on",
+            ),
+            ("/run", PLAIN | other | {"max_seq_len": 1 << 64}, 400, "max_seq_len: Input should be less than"),
+            ("/run", PLAIN | {"base_url": "http://h/sessions/y", "task_dir": "/a" * 5000}, 400, "no path is so long"),
+            (
+                "/run",
+                PLAIN | {"base_url": "http://h/sessions/y", "task_dir": "/" + "a" * 300},
+                400,
+                "no path is so long",
+            ),
             ("/run", b"{", 400, "Invalid JSON"),
             ("/run", b"[]", 400, "Input should be an object"),
             ("/run", b" " * ((1 << 20) + 1), 413, "body over 1048576 bytes"),
@@ -123,6 +147,35 @@ def test_a_plain_client_is_served(tmp_path: Path) -> None:
             status, said = post(path, body)
             assert (status, said["error"]["code"]) == (code, code) and words in said["error"]["message"]
         assert post("/run", PLAIN, {})[0] == 401 and post("/flush", PLAIN, {})[0] == 401
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "BODY_S", 0.1)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.03)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    request = Request({"type": "http", "method": "POST", "headers": [(b"authorization", b"x")]}, receive)
+    with pytest.raises(TooSlow, match=r"no whole body within 0.1 s"):
+        asyncio.run(body_of(request, b"x", RunRequest))
+
+
+def test_what_is_being_deleted_holds_its_disk_and_nothing_else(tmp_path: Path) -> None:
+    async def go() -> None:
+        gate, end = gate_of(parse_args([]), Room(4, 4, 4, 100)), Future[str | None]()
+        turns, whole = Turns(gate), gate.reservations.left
+        await turns.wait("a", "g", Room(1, 1, 1, 60))
+        turns.leave("a", [end])
+        waiting = asyncio.create_task(turns.wait("b", "g", Room(1, 1, 1, 60)))
+        await asyncio.sleep(0.01)
+        assert gate.reservations.left == whole._replace(disk_mb=40) and not waiting.done()
+        end.set_result(None)
+        await asyncio.wait_for(waiting, 5)
+        turns.leave("b")
+        assert gate.reservations.left == whole
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +16,11 @@ import pytest
 from rl360.agents import bash_agent
 from rl360.agents.base import AgentContext, AgentEnd
 from rl360.errors import BadInput
+from rl360.harbor import app as app_module
 from rl360.harbor.app import Attempts, FlushRequest
 from rl360.harbor.outcome import ExitStatus
 from rl360.harbor.protocol import RunReply, RunRequest
-from rl360.harbor.runner import SLACK_S, Attempt, Prepared, Runner, prepare
+from rl360.harbor.runner import SLACK_S, Attempt, Prepared, Runner, prepare, request_key
 from rl360.harbor.task import load_task
 from rl360.sandboxes.provider import ExecResult, SandboxGone, SandboxSpec, SandboxStartError, StopProof, Workspace
 from rl360.sandboxes.rooted import DiskMeter, Watch
@@ -298,6 +300,40 @@ def test_nor_is_one_whose_verifier_is_not_proven_gone_or_whose_host_is_full(
     monkeypatch.setattr(SlowProvider, "create", full)
     reply, _ = run_virtual(carried(SlowProvider(tmp_path / "b", Takes()), agent_that_takes(math.inf)))
     assert (reply.outcome, reply.reward, reply.cleanup.confirmed) == ("sandbox_lost", None, True)
+
+
+def test_no_two_sandboxes_of_any_attempts_have_one_name(tmp_path: Path) -> None:
+    provider = SlowProvider(tmp_path, Takes())
+    run_virtual(carried(provider, agent_that_takes(1.0)))
+    of_one = [spec.name for spec in provider.made]
+    assert len(of_one) == 2
+    names = ["a/b", "a", "b", "a%2Fb", "%verifier", "%verifier/", "a-verifier", "%", "verifier"]
+    asked = [request_of(name, run=run) for name in ["c", "b/c", *of_one, *names] for run in ["", *names]]
+    keys = {request_key(request) for request in asked}
+    assert len(keys) == len({(request.run, request.attempt_id) for request in asked})
+    assert keys.isdisjoint({of_one[1], *(of_one[1].replace("/a", f"/{key}") for key in keys)})
+    assert request_key(request_of("a", run="demo")) == "demo/a"
+
+
+def test_the_deadline_begins_with_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*given: Any) -> Prepared:
+        time.sleep(0.3)
+        return prepare(*given)
+
+    monkeypatch.setattr(app_module, "prepare", slow)
+
+    async def go() -> float:
+        attempts = Attempts(Runner(cast(Any, SlowProvider(tmp_path, Takes())), cast(Any, None), "t" * 16), gate(1), 1)
+        came = asyncio.get_running_loop().time()
+        asked = asyncio.create_task(attempts.submit(request_of(), "", {"bash": bash_agent.run}))
+        while not attempts._open:  # noqa: ASYNC110  the moment when it was prepared is what is tested
+            await asyncio.sleep(0.01)
+        (entry,) = attempts._open.values()
+        entry.job.cancel()
+        await asyncio.wait({asked})
+        return entry.attempt.deadline - came - DEADLINE_S
+
+    assert asyncio.run(go()) < 0.2
 
 
 @pytest.mark.parametrize(("answers", "outcome"), [(False, "no_engine"), (True, "passed")])

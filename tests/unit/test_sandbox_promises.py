@@ -116,6 +116,37 @@ def test_what_is_missing_is_named_with_the_fix() -> None:
         promised("cpus=8,memory_mb=1000", None)
 
 
+GROUPS = {
+    "v1": ["5:memory:/jobs/one", "3:cpu,cpuacct:/jobs/one", "2:pids:/jobs/one", "0::/"],
+    "v2": ["0::/jobs/one"],
+    "hybrid": ["5:memory:/jobs/one", "2:pids:/jobs/one", "3:cpu:/jobs/one", "0::/jobs/one"],
+    "another's view": ["0::/../../jobs"],
+}
+
+
+@pytest.mark.parametrize("where", ["", "jobs", "jobs/one"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_no_more_than_the_groups_that_it_is_in(tmp_path: Path, kind: str, where: str) -> None:
+    root, mounts = tmp_path / "root", tmp_path / "root" / "sys" / "fs" / "cgroup"
+    (root / "proc" / "self").mkdir(parents=True)
+    (root / "proc" / "self" / "cgroup").write_text("\n".join(GROUPS[kind]) + "\n")
+    everything = host_room(tmp_path, root)
+    for controller in ("memory", "pids", "cpu"):
+        folder = mounts / where if kind in ("v2", "another's view") else mounts / controller / where
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder.parent / "cpu.max").write_text("max 100000")
+        for file, text in (("memory.max", 64 << 20), ("pids.max", 40), ("cpu.max", "50000 100000")):
+            if controller == file[: len(controller)] and kind in ("v2", "another's view"):
+                (folder / file).write_text(f"{text}\n")
+        for file, text in (("memory.limit_in_bytes", 64 << 20), ("pids.max", 40), ("cpu.cfs_quota_us", 50_000)):
+            if controller == file[: len(controller)] and kind not in ("v2", "another's view"):
+                (folder / file).write_text(f"{text}\n")
+                (folder / "cpu.cfs_period_us").write_text("100000\n")
+    found = host_room(tmp_path, root)
+    limited = everything._replace(milli_cpus=500, memory_mb=64, pids=40, disk_mb=found.disk_mb)
+    assert found == (limited if kind != "another's view" or not where else everything._replace(disk_mb=found.disk_mb))
+
+
 def test_what_runs_here(tmp_path: Path) -> None:
     here = host_room(tmp_path)
     assert room_of("bubblewrap", tmp_path, {}) == room_of("docker", tmp_path, {}) == here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import tarfile
@@ -106,6 +107,37 @@ def test_limits_are_counted_while_it_is_written(tmp_path: Path, monkeypatch: pyt
         unpack(io.BytesIO(whole[:2000]), tmp_path / "cut", MB)
     with pytest.raises(tarfile.TarError):
         unpack(io.BytesIO(b"no tar at all" * 100), tmp_path / "none", MB)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_what_this_host_lacks_is_nobodys_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    data = tar_of(("app/f", b"x", REG))
+
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fails)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            unpack(data, tmp_path / "in", MB)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [("app/h", "app/none", LNK)],
+        [("app/d/f", b"x", REG), ("app/h", "app/d", LNK)],
+        [("app/d/f", b"x", REG), ("app/d", b"x", REG)],
+        [("app/f", b"x", REG), ("app/f", None, DIR)],
+        [("app/l", "x", SYM), ("app/l", "y", SYM)],
+        [("app/l", "", SYM)],
+        [("app/l", "x" * 5000, SYM)],
+    ],
+    ids=["none", "of-folder", "file-for-folder", "folder-for-file", "twice", "empty", "long"],
+)
+def test_names_that_cannot_be_are_the_tars_doing(tmp_path: Path, entries: list) -> None:
+    with pytest.raises(Hostile, match="cannot be unpacked"):
+        unpack(tar_of(*entries), tmp_path / "in", MB)
 
 
 def test_what_is_packed_is_unpacked(tmp_path: Path) -> None:

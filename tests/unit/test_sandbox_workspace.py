@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import shutil
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from rl360.harbor.dockerfile import tree_files
 from rl360.harbor.task import tree_digest
 from rl360.sandboxes import cgroups, rooted, workspace
 from rl360.sandboxes.bubblewrap import safe_name
-from rl360.sandboxes.rooted import copy_files, publish_tree
+from rl360.sandboxes.rooted import Rooted, copy_files, publish_tree
 from rl360.sandboxes.workspace import held_bytes, remove_tree, tree_bytes
 
 MB = 1 << 20
@@ -183,6 +186,58 @@ def test_what_is_held_open_or_mapped_without_a_name_is_counted(tmp_path: Path) -
         assert MB <= held_bytes([os.getpid()], device, strict=True) - before < 2 * MB
     mapped.close()
     assert held_bytes([os.getpid()], device, strict=True) == before
+
+
+def emptied(folder: Path) -> None:
+    give_up_at = time.monotonic() + 10
+    while any(folder.iterdir()):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_a_setup_that_is_given_up_waits_for_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, fill = threading.Event(), Rooted._fill
+
+    def slow(self: Rooted, *given: Any) -> None:
+        go_on.wait(20)
+        fill(self, *given)
+
+    monkeypatch.setattr(Rooted, "_fill", slow)
+
+    async def go() -> None:
+        provider, started = Rooted(tmp_path, None), time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await provider.new_workspace("a", None)
+        assert time.monotonic() - started < 5
+        assert list((tmp_path / "live").iterdir()) == [] and len(list((tmp_path / "trash").iterdir())) == 1
+        go_on.set()
+        await asyncio.to_thread(emptied, tmp_path / "trash")
+        provider.close()
+
+    asyncio.run(go())
+
+
+def test_deleting_is_nobodys_wait_and_is_gone_on_with_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(rooted, "remove_tree", lambda path, *_: (go_on.wait(20), remove_tree(path))[1])
+
+    async def go() -> None:
+        provider = Rooted(tmp_path, None)
+        made = [await provider.new_workspace(str(n), None) for n in range(4)]
+        assert [await provider.remove_workspace(item) for item in made] == [None] * 4
+        assert list((tmp_path / "live").iterdir()) == [] and not any(item.deleting[0].done() for item in made)
+        assert await provider.remove_workspace(made[0]) is None
+        provider.close()
+        os.mkdir(tmp_path / "trash" / "left")
+        again = Rooted(tmp_path, None)
+        go_on.set()
+        await asyncio.to_thread(emptied, tmp_path / "trash")
+        again.close()
+
+    asyncio.run(go())
 
 
 def test_names_stay_unique_and_plain() -> None:

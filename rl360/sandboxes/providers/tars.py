@@ -6,6 +6,7 @@ hard links among them, then symbolic links. Devices and pipes are left out. Coun
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from rl360.sandboxes.workspace import MAX_FILES
+from rl360.sandboxes.workspace import MAX_FILES, MAX_LEVELS
 
-MAX_LEVELS = 100
 COPY_BYTES = 1 << 20
+# what names and links in a tar can lead to
+BY_NAMES = {"EEXIST", "ENOENT", "ENOTDIR", "EISDIR", "ENOTEMPTY", "ENAMETOOLONG", "ELOOP", "EMLINK", "EINVAL", "EILSEQ"}
+BY_NAMES |= {"EPERM", "EXDEV"}  # a second name for a folder
 
 
 class Hostile(Exception):
@@ -100,7 +103,7 @@ def unpack(data: IO[bytes], target: Path, limit_bytes: int, strip: int = 1) -> N
             else:
                 os.link(target.joinpath(*_inside(member.linkname, strip)), made, follow_symlinks=False)
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in (28, 5):  # this host's disk: ENOSPC, EIO
+        if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) not in BY_NAMES:  # this host's doing
             raise
         raise Hostile(f"a tar that cannot be unpacked: {error}") from None
 
