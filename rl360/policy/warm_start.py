@@ -94,28 +94,30 @@ def build_warm_start(seed: int, recipe: Recipe, out_dir: Path, progress: Progres
     """Make tokenizer, model and demonstrations, train with the trainer's own backend, write the directory; returns
     its record.
     """
+    say = progress or (lambda line: None)
+    started_s = time.monotonic()
+    say(f"warm start: drawing {recipe.demonstrations} demonstrations, {recipe.right_share:.0%} right")
     # threads that wait for each other after every small product sleep: spinning, they take busy cores from each other
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported, which is below
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported, which is here
 
     from rl360.policy.demonstrations import demonstrations
     from rl360.policy.model import write_model
     from rl360.policy.tokenizer import RawEncoder, tokenizer_digest, train_tokenizer
     from rl360.training.sft import train_sft
 
-    say = progress or (lambda line: None)
-    started_s = time.monotonic()
-    say(f"warm start: drawing {recipe.demonstrations} demonstrations, {recipe.right_share:.0%} right")
+    imported_s = time.monotonic()
     tokenizer = train_tokenizer()
     examples = demonstrations(seed, recipe.demonstrations, recipe.right_share, RawEncoder(tokenizer))
-    demonstrations_s = time.monotonic() - started_s
-
     first_s = said_s = time.monotonic()
+    demonstrations_s = first_s - imported_s
 
     def step_done(step: int, loss: float) -> None:
-        nonlocal said_s
+        nonlocal said_s, first_s
         now_s = time.monotonic()
+        if step == 1:  # before it, the model is set up
+            first_s = now_s
         if now_s - said_s >= SAY_S or step == recipe.steps:
-            said_s, left_s = now_s, (now_s - first_s) / step * (recipe.steps - step)
+            said_s, left_s = now_s, (now_s - first_s) / max(step - 1, 1) * (recipe.steps - step)
             took = f"{now_s - started_s:.0f} s" + (f", about {left_s:.0f} s left" if left_s else "")
             say(f"warm start: step {step} of {recipe.steps}, loss {loss:.3f}, {took}")
 

@@ -78,16 +78,17 @@ import rl360.commands.demo, rl360.commands.model
 from rl360.policy import warm_start
 assert "torch" not in sys.modules
 warm_start.SAY_S = 0.0
-recipe = warm_start.Recipe(demonstrations=32, steps=2, batch_size=8)
+recipe = warm_start.Recipe(demonstrations=32, steps=3, batch_size=8)
 warm_start.build_warm_start(0, recipe, __import__("pathlib").Path({str(tmp_path / "made")!r}), print)
 print(os.environ["OMP_WAIT_POLICY"])
 """
     env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
-    drawing, first, last, policy = done.stdout.splitlines()
+    drawing, first, second, last, policy = done.stdout.splitlines()
     assert policy == "PASSIVE" and drawing.startswith("warm start: drawing 32"), done.stderr
-    assert re.fullmatch(r"warm start: step 1 of 2, loss [\d.]+, \d+ s, about \d+ s left", first)
-    assert re.fullmatch(r"warm start: step 2 of 2, loss [\d.]+, \d+ s", last)
+    assert re.fullmatch(r"warm start: step 1 of 3, loss [\d.]+, \d+ s", first), "one step is nothing to go by"
+    assert re.fullmatch(r"warm start: step 2 of 3, loss [\d.]+, \d+ s, about \d+ s left", second)
+    assert re.fullmatch(r"warm start: step 3 of 3, loss [\d.]+, \d+ s", last)
 
 
 def test_gap() -> None:
