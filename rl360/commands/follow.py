@@ -49,8 +49,8 @@ def follow(services: Services, run: str, target: int, flow_run_id: str | None) -
                 try:
                     _show_new_steps(store, run, shown, table)
                     if state is not None and not ended:
-                        table.update_phase(_phase(store, run, len(shown), target, state))
-                except StoreUnavailable as error:
+                        _show_phase(store, api, run, len(shown), target, state, table)
+                except (StoreUnavailable, ServiceError) as error:
                     table.update_phase(str(error))
                 if ended:
                     break
@@ -70,7 +70,11 @@ def _show_new_steps(store: ObjectStore, run: str, shown: set[int], table: LiveTa
             shown.add(step)
 
 
-def _phase(store: ObjectStore, run: str, step: int, target: int, state: FlowRun) -> str:
+def _show_phase(
+    store: ObjectStore, api: PrefectApi, run: str, step: int, target: int, state: FlowRun, table: LiveTable
+) -> None:
     if state.state_name not in ("Running", "Cancelling"):
-        return waiting_for(state)
-    return "finishing" if step >= target else step_at_work(store, run, step)
+        table.wait(waiting_for(state, api.active()))
+        return
+    at_work = "finishing" if step >= target else step_at_work(store, run, step)
+    table.update_phase(f"cancelling, {at_work}" if state.state_name == "Cancelling" else at_work)

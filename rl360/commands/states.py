@@ -6,6 +6,7 @@ A flow run that an error of rl360 ended has the error's type as its state's name
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,29 +24,34 @@ _TASKS = ("filter_groups", "train", "push_weights", "checkpoint", "report")
 _ENDED = {"FAILED": "failed", "CRASHED": "failed", "CANCELLED": "cancelled"}
 _ALIVE = {
     "RUNNING": "running",
-    "CANCELLING": "running",
+    "CANCELLING": "cancelling",
     "SCHEDULED": "waiting",
     "PENDING": "waiting",
     "PAUSED": "waiting",
 }
+_AT_WORK = ("RUNNING", "CANCELLING")
 
 
 @dataclass(frozen=True)
 class RunState:
-    """`state` is new, waiting, running, failed, cancelled, stopped (nothing at work, steps left) or done; `detail` says
-    in one line where it is or why it ended."""
+    """`state` is new, waiting, running, cancelling, failed, cancelled, stopped (nothing at work, steps left) or done;
+    `detail` says in one line where it is or why it ended."""
 
     state: str
     detail: str = ""
     flow_run: FlowRun | None = None
 
 
-def judge(store: ObjectStore, run: str, done: int, target: int, newest: FlowRun | None) -> RunState:
-    """The state of a run with `done` of `target` steps whose newest flow run is `newest`. A flow run that was to go on
-    past the target, and was refused before it could raise it, has failed, however many steps there are."""
+def judge(
+    store: ObjectStore, run: str, done: int, target: int, newest: FlowRun | None, others: Iterable[FlowRun] = ()
+) -> RunState:
+    """The state of a run with `done` of `target` steps whose newest flow run is `newest`, beside `others`. A flow run
+    that was to go on past the target, and was refused before it could raise it, has failed, however many steps there
+    are."""
     kind = newest.state if newest is not None else ""
     if newest is not None and kind in _ALIVE:
-        detail = step_at_work(store, run, done) if _ALIVE[kind] == "running" else waiting_for(newest)
+        begun = kind in _AT_WORK
+        detail = step_at_work(store, run, done) if begun else waiting_for(newest, others)
         return RunState(_ALIVE[kind], detail, newest)
     if done >= max(target, newest.steps if newest is not None and _ENDED.get(kind) == "failed" else 0):
         return RunState("done", "", newest)
@@ -68,14 +74,14 @@ def list_states(store: ObjectStore, api: PrefectApi) -> tuple[list[dict[str, Any
         newest = api.newest_by_run()
     except ServiceError as error:
         warning = f"states are what the store alone can say, for {error}"
-    rows = []
+    rows, others = [], list(newest.values())
     for row in list_runs(store):
-        found = judge(store, row["run"], row["steps"], row["target_steps"], newest.pop(row["run"], None))
+        found = judge(store, row["run"], row["steps"], row["target_steps"], newest.pop(row["run"], None), others)
         rows.append(row | _shown(found))
     for run, flow_run in newest.items():
         if flow_run.state not in ("COMPLETED", "CANCELLED"):
             head = {"run": run, "steps": 0, "state": "", "target_steps": flow_run.steps, "started_at": None}
-            rows.append(head | _shown(judge(store, run, 0, flow_run.steps, flow_run)))
+            rows.append(head | _shown(judge(store, run, 0, flow_run.steps, flow_run, others)))
     return rows, warning
 
 
@@ -92,11 +98,16 @@ def cause(ended: FlowRun) -> tuple[int | None, str]:
     return None if found[1] is None else int(found[1]), found[2].removeprefix(_PREFIX)
 
 
-def waiting_for(flow_run: FlowRun) -> str:
-    """What a flow run that has not begun waits for."""
+def waiting_for(flow_run: FlowRun, others: Iterable[FlowRun] = ()) -> str:
+    """What a flow run that has not begun waits for; `others`: flow runs of any run."""
+    ahead = next((item for item in others if item.state in _AT_WORK and item.id != flow_run.id), None)
+    if ahead is not None:
+        return f"queued behind {ahead.run or ahead.name}: one flow run goes at a time"
     if flow_run.state_name == "Late":
-        return "no worker has taken it: is one up, or busy with another run? `rl360 status`"
-    return f"flow run is {flow_run.state_name}"
+        return "no worker has taken it yet: is one up? `rl360 status`"
+    if flow_run.state == "PAUSED":
+        return "paused in Prefect"
+    return f"a worker takes it next (flow run is {flow_run.state_name})"
 
 
 def step_at_work(store: ObjectStore, run: str, step: int) -> str:

@@ -50,6 +50,7 @@ class LiveTable:
         )
         self._task = self._progress.add_task("run", total=steps, run=run, phase="")
         self._done = 0
+        self._waits = ""
 
     def __enter__(self) -> LiveTable:
         header = "  ".join(name.rjust(width) for name, width in COLUMNS)
@@ -71,6 +72,13 @@ class LiveTable:
     def update_phase(self, text: str) -> None:
         """Say what the step at work is doing."""
         self._progress.update(self._task, phase=Text(text).plain)
+
+    def wait(self, text: str) -> None:
+        """Say what keeps the run from beginning; without a bar in a line of its own, once."""
+        self.update_phase(text)
+        if text != self._waits and not self.console.is_terminal:
+            self.console.print(Text(text), soft_wrap=True)
+        self._waits = text
 
 
 def step_line(step: Mapping[str, Any]) -> Text:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rl360 import preflight
 from rl360.commands import follow as follow_module
 from rl360.commands import prefect_api
 from rl360.commands.prefect_api import PrefectApi
@@ -92,6 +93,39 @@ def test_a_restart_of_prefect_does_not_end_the_watching(tmp_path: Path, monkeypa
     assert len(asked) == 4
     with prefect((503, {}), (200, flow_run("FAILED"))) as (url, _), pytest.raises(Rl360Error, match="ended as Failed"):
         follow(tmp_path, url)
+
+
+def test_a_queued_run_says_at_once_what_it_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(follow_module, "_POLL_S", 0.01)
+    late = flow_run("SCHEDULED", state_name="Late")
+    ahead = [flow_run("RUNNING", id="0", parameters={"config": {"run": "first"}}), late]
+    with prefect((200, late), (200, ahead), (200, flow_run("COMPLETED"))) as (url, _):
+        follow(tmp_path, url)
+    assert capsys.readouterr().out.splitlines()[1:] == ["queued behind first: one flow run goes at a time"]
+
+
+@pytest.mark.parametrize(
+    ("active", "said"),
+    [
+        (["a RUNNING"], "queued behind a: one"),
+        (["b SCHEDULED", "a RUNNING"], "queued behind a and 1 more: one"),
+        (["c SCHEDULED", "b PENDING", "a CANCELLING"], "queued behind a and 2 more: one"),
+        (["b SCHEDULED", "a SCHEDULED"], "queued behind a and 1 more: one"),  # the one before them has just ended
+    ],
+)
+def test_a_start_behind_others_says_so(
+    active: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        flow_run(state, id=name, parameters={"config": {"run": name}})
+        for name, state in (item.split() for item in active)
+    ]
+    monkeypatch.setattr(preflight, "check_start", lambda *_: None)
+    with prefect((200, runs), (200, {"id": "d"}), (200, flow_run("SCHEDULED"))) as (url, _):
+        launch(services_at(tmp_path, url), RunConfig(), follow=False)
+    assert said in capsys.readouterr().out
 
 
 def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

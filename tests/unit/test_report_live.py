@@ -30,6 +30,14 @@ def test_plain_output_is_a_header_and_one_line_per_step() -> None:
     assert [line.split()[0] for line in lines[1:]] == ["0", "1", "2"]
 
 
+def test_what_keeps_a_run_from_beginning_is_a_line_once() -> None:
+    out = io.StringIO()
+    with LiveTable("demo", 3, Console(file=out, force_terminal=False, width=80, color_system=None)) as table:
+        for text in ("queued behind a", "queued behind a", "queued behind b"):
+            table.wait(text)
+    assert out.getvalue().splitlines()[1:] == ["queued behind a", "queued behind b"]
+
+
 def test_a_terminal_also_gets_the_bar() -> None:
     assert "rollouts [3/16]" in show(terminal=True)
 

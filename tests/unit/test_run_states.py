@@ -59,10 +59,12 @@ class Api:
         (2, None, "stopped", ""),
         (5, None, "done", ""),
         (2, flow_run("RUNNING"), "running", "step 2: sampling groups"),
-        (2, flow_run("CANCELLING"), "running", "step 2: sampling groups"),
-        (2, flow_run("SCHEDULED", "AwaitingConcurrencySlot"), "waiting", "flow run is AwaitingConcurrencySlot"),
+        (2, flow_run("CANCELLING"), "cancelling", "step 2: sampling groups"),
+        (2, flow_run("SCHEDULED", "AwaitingConcurrencySlot"), "waiting",
+         "a worker takes it next (flow run is AwaitingConcurrencySlot)"),
         (2, flow_run("SCHEDULED", "Late"), "waiting", "no worker has taken it"),
-        (2, flow_run("PENDING"), "waiting", "flow run is Pending"),
+        (2, flow_run("PENDING"), "waiting", "a worker takes it next (flow run is Pending)"),
+        (2, flow_run("PAUSED"), "waiting", "paused in Prefect"),
         (2, flow_run("COMPLETED"), "stopped", ""),
         (0, flow_run("COMPLETED"), "stopped", ""),
         (2, flow_run("CANCELLED"), "cancelled", ""),
@@ -117,6 +119,18 @@ def test_a_run_that_was_to_go_on_and_was_refused_is_not_done_in_the_list() -> No
     assert (row["state"], row["ended_as"], row["detail"]) == ("failed", "BadInput", "BadInput: task set 'x' is gone")
     ((row,), _) = list_states(store_at(5), cast(Any, Api(flow_run("COMPLETED"))))
     assert (row["state"], row["detail"]) == ("done", "")
+
+
+@pytest.mark.parametrize(
+    ("state", "name"), [("SCHEDULED", "Late"), ("SCHEDULED", "Scheduled"), ("PENDING", "Submitting")]
+)
+@pytest.mark.parametrize("at_work", ["RUNNING", "CANCELLING"])
+def test_what_waits_for_another_run_is_queued_behind_it_and_is_no_fault(state: str, name: str, at_work: str) -> None:
+    ahead = FlowRun("id-0", "first", at_work, at_work.title(), "", {"config": {"run": "r0", "steps": 5}})
+    rows, _ = list_states(store_at(2), cast(Any, Api(flow_run(state, name, run="r2"), ahead, flow_run(state, name))))
+    told = {row["run"]: (row["state"], row["detail"]) for row in rows}
+    assert told["r1"] == told["r2"] == ("waiting", "queued behind r0: one flow run goes at a time")
+    assert told["r0"][0] == {"RUNNING": "running", "CANCELLING": "cancelling"}[at_work]
 
 
 def test_without_prefect_the_list_says_what_the_store_knows_and_that_it_is_all() -> None:
