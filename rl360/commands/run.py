@@ -262,6 +262,7 @@ def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = 
     watched.
     """
     from rl360.commands.follow import follow as follow_run
+    from rl360.commands.states import waiting_for
     from rl360.preflight import check_start
     from rl360.store.object_store import ObjectStore
     from rl360.store.progress import next_step
@@ -285,11 +286,8 @@ def launch(services: Services, config: RunConfig, *, follow: bool, join: bool = 
         return
     flow_run = api.trigger("rl_run/local", {"config": config.model_dump(mode="json")})
     typer.echo(f"run {config.run}: flow run {flow_run.name} ({flow_run.id})  {api.run_url(flow_run.id)}")
-    if active:  # newest first; of those that have begun there is one
-        begun = [item for item in active if item.state in ("RUNNING", "CANCELLING", "PENDING")] or active
-        names = begun[-1].run or begun[-1].name
-        further = f" and {len(active) - 1} more" if len(active) > 1 else ""
-        typer.echo(f"queued behind {names}{further}: one flow run goes at a time")
+    if active:
+        typer.echo(waiting_for(flow_run, active))
     if follow:
         follow_run(services, config.run, config.steps, flow_run.id)
     else:

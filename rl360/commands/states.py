@@ -6,7 +6,7 @@ A flow run that an error of rl360 ended has the error's type as its state's name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class RunState:
 
 
 def judge(
-    store: ObjectStore, run: str, done: int, target: int, newest: FlowRun | None, others: Iterable[FlowRun] = ()
+    store: ObjectStore, run: str, done: int, target: int, newest: FlowRun | None, others: Sequence[FlowRun] = ()
 ) -> RunState:
     """The state of a run with `done` of `target` steps whose newest flow run is `newest`, beside `others`. A flow run
     that was to go on past the target, and was refused before it could raise it, has failed, however many steps there
@@ -98,9 +98,9 @@ def cause(ended: FlowRun) -> tuple[int | None, str]:
     return None if found[1] is None else int(found[1]), found[2].removeprefix(_PREFIX)
 
 
-def waiting_for(flow_run: FlowRun, others: Iterable[FlowRun] = ()) -> str:
-    """What a flow run that has not begun waits for; `others`: flow runs of any run."""
-    ahead = next((item for item in others if item.state in _AT_WORK and item.id != flow_run.id), None)
+def waiting_for(flow_run: FlowRun, others: Sequence[FlowRun] = ()) -> str:
+    """What a flow run that has not begun waits for; `others`: flow runs of any run, newest first."""
+    ahead = _ahead(flow_run, others)
     if ahead is not None:
         return f"queued behind {ahead.run or ahead.name}: one flow run goes at a time"
     if flow_run.state_name == "Late":
@@ -108,6 +108,16 @@ def waiting_for(flow_run: FlowRun, others: Iterable[FlowRun] = ()) -> str:
     if flow_run.state == "PAUSED":
         return "paused in Prefect"
     return f"a worker takes it next (flow run is {flow_run.state_name})"
+
+
+def _ahead(flow_run: FlowRun, others: Sequence[FlowRun]) -> FlowRun | None:
+    """The one at work, else the one that is about to be, else the first of those that were asked for before it."""
+    ids = [item.id for item in others]
+    before = others[ids.index(flow_run.id) + 1 :] if flow_run.id in ids else others
+    begun = [item for item in others if item.state in _AT_WORK]
+    taken = [item for item in others if item.state == "PENDING" and flow_run.state != "PENDING"]
+    waits = [item for item in before if item.state == "SCHEDULED" and flow_run.state != "PENDING"]
+    return next((each[-1] for each in (begun, taken, waits) if each), None)
 
 
 def step_at_work(store: ObjectStore, run: str, step: int) -> str:

@@ -110,9 +110,10 @@ def test_a_queued_run_says_at_once_what_it_is_behind(
     ("active", "said"),
     [
         (["a RUNNING"], "queued behind a: one"),
-        (["b SCHEDULED", "a RUNNING"], "queued behind a and 1 more: one"),
-        (["c SCHEDULED", "b PENDING", "a CANCELLING"], "queued behind a and 2 more: one"),
-        (["b SCHEDULED", "a SCHEDULED"], "queued behind a and 1 more: one"),  # the one before them has just ended
+        (["b SCHEDULED", "a RUNNING"], "queued behind a: one"),
+        (["c SCHEDULED", "b PENDING", "a CANCELLING"], "queued behind a: one"),
+        (["c SCHEDULED", "b PENDING", "a SCHEDULED"], "queued behind b: one"),
+        (["b SCHEDULED", "a SCHEDULED"], "queued behind a: one"),  # the one before them has just ended
     ],
 )
 def test_a_start_behind_others_says_so(

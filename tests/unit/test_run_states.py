@@ -8,7 +8,7 @@ import pytest
 
 from rl360 import errors
 from rl360.commands.prefect_api import FlowRun
-from rl360.commands.states import advice, cause, ended_text, judge, list_states
+from rl360.commands.states import advice, cause, ended_text, judge, list_states, waiting_for
 from rl360.config.freeze import freeze_config
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject, Rl360Error, ServiceError
@@ -131,6 +131,18 @@ def test_what_waits_for_another_run_is_queued_behind_it_and_is_no_fault(state: s
     told = {row["run"]: (row["state"], row["detail"]) for row in rows}
     assert told["r1"] == told["r2"] == ("waiting", "queued behind r0: one flow run goes at a time")
     assert told["r0"][0] == {"RUNNING": "running", "CANCELLING": "cancelling"}[at_work]
+
+
+def test_of_those_that_all_wait_each_is_behind_the_one_that_is_taken_or_was_first() -> None:
+    def asked(run: str, state: str, name: str) -> FlowRun:
+        return FlowRun(run, run, state, name, "", {"config": {"run": run, "steps": 5}})
+
+    three = [asked("c", "SCHEDULED", "Scheduled"), asked("b", "SCHEDULED", "Late"), asked("a", "PENDING", "Submitting")]
+    told = {each.run: waiting_for(each, three) for each in three}
+    assert told["b"] == told["c"] == "queued behind a: one flow run goes at a time"
+    assert told["a"] == "a worker takes it next (flow run is Submitting)"
+    assert waiting_for(three[0], three[:2]).startswith("queued behind b:")
+    assert waiting_for(three[1], three[:2]) == "no worker has taken it yet: is one up? `rl360 status`"
 
 
 def test_without_prefect_the_list_says_what_the_store_knows_and_that_it_is_all() -> None:
