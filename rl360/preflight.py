@@ -42,8 +42,8 @@ def check_start(store: ObjectStore, services: Services, config: RunConfig) -> Ru
     if (done := next_step(store, config.run)) > config.steps:
         raise BadInput(f"run {config.run} has {done} steps and {config.steps} are asked for; give --steps")
     spec, here = settled.taskset.path, Path(services.model_dir).is_dir()  # else directories lie on the flows' hosts
-    judged = None
-    if here or spec.startswith("builtin:") or Path(spec).exists():
+    sources, judged = [spec] if isinstance(spec, str) else spec, None
+    if here or all(source.startswith("builtin:") or Path(source).exists() for source in sources):
         taskset = load_taskset(spec)
         draw(taskset, 0, 0, 1, settled.taskset.weights)
         judged = next((str(entry.path) for entry in taskset.entries.values() if entry.judged), None)

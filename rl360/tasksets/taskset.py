@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from rl360.errors import BadInput
 from rl360.harbor.dockerfile import tree_files
@@ -28,13 +29,14 @@ MAX_TASKS = 1_000_000
 @dataclass(frozen=True)
 class TaskEntry:
     """One task of a set: where it lies, which domain its reward counts for, whether an LLM gives it, its image group
-    where it is not alone in one."""
+    where it is not alone in one, the name of the source it is from."""
 
     task_id: str
     path: Path
     domain: str
     judged: bool = False
     image: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,22 @@ class TaskSet:
     def task_ids(self) -> list[str]:
         return list(self.entries)
 
-    @property
-    def by_domain(self) -> dict[str, list[str]]:
+    def by(self, part: Literal["domain", "source"]) -> dict[str, list[str]]:
         pools: dict[str, list[str]] = {}
         for task_id, entry in self.entries.items():
-            pools.setdefault(entry.domain, []).append(task_id)
+            pools.setdefault(entry.domain if part == "domain" else entry.source, []).append(task_id)
         return dict(sorted(pools.items()))
+
+    def pools(self, weights: Mapping[str, float] | None) -> dict[str, list[str]]:
+        """Task ids by what `weights` weigh: all domains, or all sources."""
+        pools, sources = self.by("domain"), self.by("source")
+        if weights and weights.keys() != pools.keys() and weights.keys() <= sources.keys():
+            pools = sources
+        if weights and (odd := weights.keys() ^ pools.keys()):
+            said = ", ".join(f"{name} is {'missing' if name in pools else 'unknown'}" for name in sorted(odd))
+            other = f", or each source ({', '.join(sources)})" if len(sources) > 1 else ""
+            raise BadInput(f"taskset.weights: {said}; weigh each domain ({', '.join(self.by('domain'))}){other}")
+        return pools
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -69,8 +81,8 @@ class TaskSet:
 
 
 def _domain(task: Task, default: str) -> str:
-    """What the reward is reported by: `metadata.family` or `metadata.domain` of task.toml, else the set's own name."""
-    for key in ("family", "domain"):
+    """What rewards are reported by: `metadata.domain` of task.toml, else `metadata.family`, else the source's name."""
+    for key in ("domain", "family"):
         if key in task.config.metadata:
             value = task.config.metadata[key]
             if not isinstance(value, str) or not value:
@@ -79,30 +91,36 @@ def _domain(task: Task, default: str) -> str:
     return default
 
 
-def load_taskset(spec: str) -> TaskSet:
-    """Load and check every task of `spec` (rl360.tasksets.sources)."""
-    root = folder_of(spec)
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not folders:
-        raise BadInput(f"task set {spec!r} holds no task directory")
-    if len(folders) > MAX_TASKS:
-        raise BadInput(f"task set {spec!r} holds {len(folders)} tasks, the limit is {MAX_TASKS}; split it")
+def load_taskset(spec: str | Sequence[str]) -> TaskSet:
+    """Load and check every task of a source (rl360.tasksets.sources), or of several: then the name of its source comes
+    before the name of each task."""
     found: dict[str, TaskEntry] = {}
-    digest = hashlib.sha256()
-    for folder in folders:
-        task = load_task(folder)
-        if task.id in found:
-            raise BadInput(f"task {task.id!r} is there twice: {found[task.id].path} and {folder}; rename one")
-        domain = _domain(task, root.name)
-        image = "" if image_group(task) == task.id else image_group(task)
-        entry = TaskEntry(task_id=task.id, path=folder, domain=domain, judged=task.judge is not None, image=image)
-        found[task.id] = entry
-        digest.update(f"{task.id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
-        there = tree_files(task.path / "environment")
-        there.pop("Dockerfile", None)
-        for name, source in task.files.items() if task.files != there else ():
-            digest.update(f"{name}\0{source and source.relative_to(task.path)}\n".encode())
-    return TaskSet(spec=spec, entries=dict(sorted(found.items())), digest=digest.hexdigest())
+    digest, named = hashlib.sha256(), dict[str, str]()
+    for source in [spec] if isinstance(spec, str) else spec:
+        root = folder_of(source)
+        name = source.removeprefix("builtin:") if source.startswith("builtin:") else root.name
+        if name in named:
+            raise BadInput(f"taskset.path: {named[name]} and {source} are both named {name}; rename one")
+        named[name] = source
+        folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        if not folders:
+            raise BadInput(f"task set {source!r} holds no task directory")
+        if len(found) + len(folders) > MAX_TASKS:
+            raise BadInput(f"task set {source!r} holds {len(folders)} tasks, the limit is {MAX_TASKS}; split it")
+        for folder in folders:
+            task = load_task(folder)
+            task_id = task.id if isinstance(spec, str) else f"{name}/{task.id}"
+            if task_id in found:
+                raise BadInput(f"task {task_id!r} is there twice: {found[task_id].path} and {folder}; rename one")
+            image = "" if image_group(task) == task.id else image_group(task)
+            entry = TaskEntry(task_id, folder, _domain(task, name), task.judge is not None, image, name)
+            found[task_id] = entry
+            digest.update(f"{task_id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
+            there = tree_files(task.path / "environment")
+            there.pop("Dockerfile", None)
+            for file, given in task.files.items() if task.files != there else ():
+                digest.update(f"{file}\0{given and given.relative_to(task.path)}\n".encode())
+    return TaskSet(", ".join(named.values()), dict(sorted(found.items())), digest.hexdigest())
 
 
 @lru_cache(maxsize=64)
@@ -128,10 +146,7 @@ def draw(
         raise BadInput(f"cannot draw {n} tasks for step {step}: the step is at least 0 and the number at least 1")
     pools, places = {"": taskset.task_ids}, [("", position) for position in range(step * n, step * n + n)]
     if weights:
-        pools = taskset.by_domain
-        if weights.keys() != pools.keys():
-            odd = ", ".join(sorted(weights.keys() ^ pools.keys()))
-            raise BadInput(f"taskset.weights: {odd}: {taskset.spec} has the domains {', '.join(pools)}; weigh each")
+        pools = taskset.pools(weights)
         places = domains_at(weights, step * n, n)
     if history is None:
         orders = ((pools[domain], domain, place) for domain, place in places)
@@ -148,19 +163,22 @@ def draw(
 
 
 def instead(taskset: TaskSet, drawn: list[str], without: Collection[str], weights: Mapping[str, float]) -> list[str]:
-    """`drawn` with others in the places of those in `without`: of the same domain, of any that is drawn from where it
+    """`drawn` with others in the places of those in `without`: of the same pool, of any that is drawn from where it
     has none left; those that came least often in the step, and among them by chance."""
     if not without:
         return drawn
-    pools = taskset.by_domain.items()
-    left = {of: [name for name in ids if name not in without] for of, ids in pools if not weights or weights[of]}
+    pools = taskset.pools(weights)
+    left = {
+        of: [name for name in ids if name not in without] for of, ids in pools.items() if not weights or weights[of]
+    }
+    pool_of = {name: of for of, ids in pools.items() for name in ids}
     anywhere = [name for ids in left.values() for name in ids]
     if not anywhere:
         raise BadInput(f"all tasks of {taskset.spec} are in quarantine: `rl360 tasks release` lets a run try one again")
     rng, seen, drawn = random.Random(f"instead:{drawn}"), Counter(drawn), [*drawn]
     for place, name in enumerate(drawn):
         if name in without:
-            pool = left[taskset[name].domain] or anywhere
+            pool = left[pool_of[name]] or anywhere
             drawn[place] = min(pool, key=lambda other: (seen[other], rng.random()))
             seen[drawn[place]] += 1
     return drawn

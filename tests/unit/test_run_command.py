@@ -42,6 +42,12 @@ def test_fields_win_over_the_file_and_options_over_fields(tmp_path: Path) -> Non
         ("taskset.path=/a=b", ("taskset", "path"), "/a=b"),
         ("taskset.path=builtin:chores", ("taskset", "path"), "builtin:chores"),
         ("taskset.path=my/tasks", ("taskset", "path"), str(Path("my/tasks").absolute())),  # the flow runs elsewhere
+        (
+            'taskset.path=["builtin:chores", "human-eval", "my/tasks"]',
+            ("taskset", "path"),
+            ["builtin:chores", "human-eval", str(Path("my/tasks").absolute())],
+        ),
+        ("taskset.path=human-eval", ("taskset", "path"), "human-eval"),
         ("model.path=m", ("model", "path"), str(Path("m").absolute())),
         ('run="r1"', ("run",), "r1"),
     ],

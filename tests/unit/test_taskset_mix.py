@@ -81,8 +81,9 @@ def test_without_weights_the_cursor_is_what_it_was() -> None:
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ({"a": 1}, "taskset.weights: b: mixed has the domains a, b; weigh each"),
-        ({"a": 1, "b": 1, "z": 1}, "taskset.weights: z: "),
+        ({"a": 1}, "taskset.weights: b is missing; weigh each domain (a, b)"),
+        ({"a": 1, "b": 1, "z": 1}, "taskset.weights: z is unknown; weigh each domain (a, b)"),
+        ({"y": 1, "z": 1, "a": 1}, "taskset.weights: b is missing, y is unknown, z is unknown; weigh"),
     ],
 )
 def test_weights_of_other_domains_are_refused(weights: dict[str, float], words: str) -> None:
@@ -178,7 +179,7 @@ def test_a_resumed_run_draws_by_difficulty_what_it_would_have_drawn(monkeypatch:
 @given(st.data())
 def test_another_of_its_domain_is_drawn_for_a_task_in_quarantine(data: st.DataObject) -> None:
     taskset = mixed(**data.draw(st.dictionaries(st.sampled_from("abc"), st.integers(1, 6), min_size=1)))
-    domains = list(taskset.by_domain)
+    domains = list(taskset.by("domain"))
     asked: list[Any] = [data.draw(st.integers(0, 5)), data.draw(st.integers(0, 9)), data.draw(st.integers(1, 20))]
     asked.append(data.draw(st.none() | st.just({name: 1.0 + index for index, name in enumerate(domains)})))
     asked.append(data.draw(st.sampled_from([None, {}, {taskset.task_ids[0]: [1.0, 2.0]}])))
@@ -190,7 +191,7 @@ def test_another_of_its_domain_is_drawn_for_a_task_in_quarantine(data: st.DataOb
         return
     drawn = instead(taskset, plain, banned, asked[3] or {})
     assert drawn == instead(taskset, plain, sorted(banned), asked[3] or {}) and not banned & set(drawn)
-    left = {name for name in domains if not set(taskset.by_domain[name]) <= banned}
+    left = {name for name in domains if not set(taskset.by("domain")[name]) <= banned}
     for here, was in zip(drawn, plain, strict=True):
         assert here[0] == was[0] or was[0] not in left, "its domain keeps its share while it has a task left"
         assert here == was or was in banned, "all others keep their places"
