@@ -596,6 +596,12 @@ VERIFIERS = {
     "missing": ("echo oh", "no_verdict"),
     "crash": ("exit 3", "no_verdict"),
     "timeout": ("echo 1 > /logs/verifier/reward.txt; sleep 60", "verifier_timeout"),
+    # what the agent's code can do when tests run it
+    "everything-killed": ("python3 -c 'import os; os.kill(-1, 9)'; sleep 60", "verifier_error"),
+    "pid1-told-to-end": ("for n in 0 2; do echo 'exit 200' > /proc/1/fd/$n; done; sleep 60", "verifier_timeout"),
+    "pid1-disarmed": ("prlimit --pid 1 --nofile=0:0; prlimit --pid 1 --as=1:1; sleep 60", "verifier_timeout"),
+    "pid1-traced": ("python3 -c 'import ctypes; ctypes.CDLL(None).ptrace(16, 1, 0, 0)'; sleep 60", "verifier_timeout"),
+    "answers-forged": ("for n in 1 2 3; do printf '%s \\302\\262\\n' $n > /proc/1/fd/2; done", "no_verdict"),
 }
 
 
@@ -607,7 +613,21 @@ def test_a_bad_verifier_is_never_a_number(
     task = make_task(tmp_path / "task", f"{test_sh}\n")
     reply = play(server, sessions, task, f"verifier-{name}", Say("done"), verifier_timeout_s=1.5)
     assert (reply.outcome, reply.reward, reply.verdict) == (outcome, None, None)
-    assert reply.failure_phase == "verify" and reply.cleanup.confirmed
+    assert reply.failure_phase == "verify" and reply.cleanup.confirmed and not reply.retryable
+
+
+def test_a_home_that_the_agent_wrote_to_is_not_the_verifiers(
+    server: Server, sessions: ScriptedSessions, tmp_path: Path
+) -> None:
+    """As of an image whose HOME is the working directory. The path file would end Python with a reward."""
+    forge = (
+        "d=$(python3 -m site --user-site); mkdir -p $d; echo 'import os; os._exit(9)' > $d/x.pth; python3 -c 'print()'"
+    )
+    toml = '[task]\nname = "t/answer"\n[environment.env]\nHOME = "/app"\n'
+    check = "python3 -I -c 1; python3 -c 1 && [ $HOME = /tmp ] && cat /app/forged > /logs/verifier/reward.txt\n"
+    task = make_task(tmp_path / "task", check, toml)
+    reply = play(server, sessions, task, "home", Bash(f"{forge}; [ $? = 9 ] && echo 1 > /app/forged"), Say("done"))
+    assert reply.outcome == "passed", reply
 
 
 def test_json_reward_wins_and_exit_code_is_ignored(server: Server, sessions: ScriptedSessions, tmp_path: Path) -> None:
