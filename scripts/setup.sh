@@ -46,9 +46,25 @@ fi
 started="$(date +%s)"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 rm -f "$stamp"
+# pip says it of every package that one of several file: indexes does not have
 pip() {
-    "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"
+    "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@" \
+        2> >(grep -v "^WARNING: Location '.*' is ignored: it is neither a file nor a directory" >&2)
 }
+wanted_packages=$(($(grep -c '==' "$CPU_LOCK") + $(grep -c '==' "$SGLANG_LOCK")))
+tell() {  # how far it is, every few seconds; packages come in all at once, after pip has fetched them
+    trap 'kill "${nap:-}" 2> /dev/null; exit' TERM
+    while true; do
+        sleep "${SETUP_TELL_S:-15}" &
+        nap=$!
+        wait "$nap"
+        there="$(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' 2> /dev/null | wc -l)"
+        echo "setup: $(($(date +%s) - started)) s, $there of $wanted_packages packages are in"
+    done
+}
+tell &
+teller=$!
+trap 'kill "$teller" 2> /dev/null; wait "$teller" 2> /dev/null || true' EXIT
 torch="$(grep -E '^torch==' "$CPU_LOCK")"
 have="$("$VENV/bin/python" -c 'from importlib.metadata import version as v; print("torch==" + v("torch").split("+")[0])' \
     2> /dev/null || true)"

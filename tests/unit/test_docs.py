@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import typer.main
 
+from infra.local import plan
 from rl360.cli import COMMANDS
+from rl360.commands.services import _port_choices
 from rl360.config import reference
 from rl360.config.run import RunConfig
+from rl360.config.services import Secrets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,6 +52,22 @@ def test_commands_in_the_pages_exist() -> None:
                 assert not re.search(rf"`(?:\.venv/bin/)?rl360 {first}\b", page.read_text()), (
                     f"{page.name}: rl360 {first}"
                 )
+
+
+def test_the_ports_in_the_pages_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_program", lambda name: name)
+    text = (ROOT / "docs" / "operations.md").read_text().partition("## Ports\n")[2].partition("\n## ")[0]
+    for name, port in plan.port_table(None, {}).items():
+        assert re.search(rf"\b{port}\b", text), (name, port)
+    for base, prefect in ((None, ""), (26000, "26500 (Prefect)")):
+        options = plan.UpOptions(home="/h", ports=plan.port_table(base, {}))
+        s3 = plan._s3(options, Secrets(token="t" * 16, s3_access_key="a", s3_secret_key="b"))
+        assert prefect in text and re.search(rf"\b{s3.ports[-1]}\b", text), s3.ports
+        if base is None:
+            assert f"{s3.ports[0]} to {s3.ports[-2]} and {s3.ports[-1]}" in text
+            assert f"to {s3.ports[-2]}, and {s3.ports[-1]}" in (ROOT / "README.md").read_text()
+    for option in re.findall(r"--ports (\S+)", text):
+        plan.port_table(None, _port_choices([option]))
 
 
 def test_fields_in_the_pages_exist() -> None:

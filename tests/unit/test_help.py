@@ -55,3 +55,6 @@ def test_a_group_names_all_it_can_do(name: str) -> None:
 def test_the_first_page_names_every_command() -> None:
     for name in COMMANDS:
         assert f"\n  {name}" in help_text()
+    for name in ("sandboxes", "tasks"):
+        for sub in _commands()[name]:
+            assert re.search(rf"\b{sub}", COMMANDS[name].help), f"{name}: {sub}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
@@ -147,6 +149,44 @@ def test_a_second_setup_does_nothing_and_a_wrong_python_is_one_line(tmp_path: Pa
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
     assert not (tmp_path / "venv").exists()
+
+
+FAKE_PYTHON = """#!/bin/bash
+case "$*" in
+    *version_info*) echo 3.11 ;;
+    "-m venv "*) mkdir -p "$3/bin" "$3/lib/python3.11/site-packages/one-1.dist-info" && cp "$0" "$3/bin/python" ;;
+    "-m pip"*)
+        echo "WARNING: Location 'file:///i/x/' is ignored: it is neither a file nor a directory." >&2
+        echo "WARNING: another" >&2
+        sleep 1
+        case "$*" in *FAIL*) exit 1 ;; esac ;;
+esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="set-up would install bubblewrap")
+@pytest.mark.parametrize("torch_args", ["", "--FAIL"])
+def test_a_long_setup_says_how_far_it_is_and_leaves_nothing_running(tmp_path: Path, torch_args: str) -> None:
+    for name in ("scripts", "requirements"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    python = tmp_path / "python3.11"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    env = {"PYTHON": str(python), "VENV": "env", "SETUP_TELL_S": "0.3", "TORCH_PIP_ARGS": torch_args}
+    began = time.monotonic()
+    done = subprocess.run(
+        ["bash", "scripts/setup.sh"], cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert time.monotonic() - began < 30, "nothing that it began holds its output open"
+    lines = done.stdout.splitlines()
+    assert any(re.fullmatch(r"setup: \d+ s, 1 of 2\d\d packages are in", line) for line in lines), done
+    assert "WARNING: another" in done.stderr and "is ignored" not in done.stderr
+    if torch_args:
+        assert done.returncode == 1 and "could not install torch" in done.stderr
+    else:
+        assert done.returncode == 0 and re.fullmatch(r"setup: done in \d+ s", lines[-1])
 
 
 def test_ci_and_make_have_what_is_promised() -> None:
