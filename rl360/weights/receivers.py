@@ -211,9 +211,9 @@ class Receivers:
 
         async def one(slot: Slot) -> None:
             client, deadline_s = slot.client, self.call_deadline_s
+            await self.require_same(slot)  # who began while a stuck neighbour kept the push waiting confirmed nothing
             await slot.ask(client.set_weight_version(version, deadline_s))
-            held = await slot.ask(client.weight_version(deadline_s))
-            if held != version:
+            if (held := await slot.ask(client.weight_version(deadline_s))) != version:
                 raise EngineRefused(f"engine {slot.url}: says it holds {held!r} after being told {version!r}")
             if flush:
                 await slot.ask(client.flush_cache(deadline_s))

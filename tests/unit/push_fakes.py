@@ -59,7 +59,7 @@ CHANGES = frozenset(
 )
 
 
-_ports: set[int] = set()
+_ports: dict[int, socket.socket] = {}  # those of this process; the name that each holds keeps other processes off
 
 
 class Dropped(Exception):
@@ -85,10 +85,15 @@ def whole(content: str) -> dict[str, str]:
 
 def _unused_port() -> int:
     """Below those that the system gives to clients: it stays free while nobody listens there."""
-    while (port := random.randrange(18_000, 31_000)) in _ports:
-        pass
-    _ports.add(port)
-    return port
+    while True:
+        port, held = random.randrange(18_000, 31_000), socket.socket(socket.AF_UNIX)
+        try:
+            held.bind(f"\0rl360-push-fakes-{port}")
+        except OSError:
+            held.close()
+        else:
+            _ports[port] = held
+            return port
 
 
 def _sleeper() -> subprocess.Popen[bytes]:
@@ -229,7 +234,7 @@ class Engine(Server):
 
     def fresh(self) -> None:
         """The state of a new incarnation."""
-        self.startup = uuid.uuid4().hex
+        self.startup, self.began, self.looked_at = uuid.uuid4().hex, self.world.events, False
         self.tensors = whole(BASE)
         self.version = "default"
         self.paused = self.session = self.read_back = self.lied = False
@@ -253,10 +258,12 @@ class Engine(Server):
             await self.listen()
 
     async def restart(self) -> None:
-        """It takes a real one half a minute; here, longer than a push needs from a probe to the gateway."""
+        """It takes a real one half a minute; here, longer than one call after another. In slices: a machine that stands
+        still makes everybody wait."""
         self.die()
         ended = self.process
-        await asyncio.sleep(self.world.deadline_s)
+        for _ in range(20):
+            await asyncio.sleep(self.world.deadline_s / 20)
         if self.process is ended:  # else somebody mended it meanwhile
             await self.start()
 
@@ -398,6 +405,7 @@ class Engine(Server):
 
     def read(self, path: str, fault: str) -> tuple[int, dict[str, Any]]:
         if path == "/server_info":
+            self.looked_at = self.looked_at or fault != "lie"
             return 200, {} if fault == "lie" else self.info()
         if path == "/model_info":
             return 200, {"weight_version": "demo:999" if fault == "lie" else self.version}

@@ -201,6 +201,7 @@ class World:
         )
         self.model_dir = model_dir
         self.salted = True
+        self.events, self.log, self.violations = 0, list[str](), list[str]()
         self.store = MemoryStore()
         self.gateway = Gateway(self)
         self.trainer = Trainer(self)
@@ -217,7 +218,7 @@ class World:
         self.seen: Counter[tuple[str, str]] = Counter()
         self.reached = set[str]()  # engines that a call of a push came to
         self.attempt_number = self.touched = self.changed = self.touched_before = self.points_of_a_push = 0
-        self.events, self.log, self.violations = 0, list[str](), list[str]()
+        self.push_began = 0  # the event
         self.hung: list[asyncio.Task[Any]] = []
         self.over = asyncio.Event()
         self.intents: dict[int, fence.Intent] = {}
@@ -421,17 +422,33 @@ class World:
         # whom a person declared gone is nobody's to wake
         noted |= {e.url for e in self.engines if self.store.exists(fence.gone_key(e.url, e.incarnation))}
         for engine in self.engines:
-            if engine.well and engine.paused and engine.url not in noted:
+            if not engine.well or engine.url in noted or self.restarted_under(engine):
+                continue
+            if engine.paused:
                 self.violate(f"{engine.name} was left paused")
-            if engine.well and engine.session and engine.url not in noted:
+            if engine.session:
                 self.violate(f"{engine.name} was left in an update session")
         # one that was cancelled before it touched anything, or when all was confirmed, has nothing to release
         left = [i.epoch for i in self.unended() if i.epoch not in old and not self.all_hold(i)]
         excused = noted or isinstance(outcome, (CleanupUnconfirmed, StoreUnavailable))
+        excused = excused or "StoreUnavailable" in "".join(getattr(outcome, "__notes__", ()))  # the end was not written
         if left and self.touched > self.touched_before and not excused:
             self.violate(f"epochs {left} have no end after {outcome!r}")
         if isinstance(outcome, PushRecord):
             self.check_record(outcome)
+
+    def restarted_under(self, engine: Engine) -> bool:
+        """It began under the push and is no receiver: what was meant for the one before it may have reached it, so
+        that it stays paused, but it gets nothing to generate. The next push has it."""
+        named = {(old.url, old.incarnation) for intent in self.intents.values() for old in intent.engines}
+        if engine.began < self.push_began or (engine.url, engine.incarnation) in named:
+            return False
+        self.check_kept_out(engine)
+        return True
+
+    def check_kept_out(self, engine: Engine) -> None:
+        if engine.url in self.gateway.urls() or engine.door.facts()["admitted_version"] is not None:
+            self.violate(f"{engine.name} restarted under the push, and is admitted or gets traffic")
 
     def all_hold(self, intent: fence.Intent) -> bool:
         engines = [self.engine(engine.url) for engine in intent.engines]
@@ -447,8 +464,13 @@ class World:
         serving = {engine.identity.url for engine in newest.serving}
         if not set(self.gateway.urls()) <= serving:
             self.violate(f"the gateway sends to {self.gateway.urls()}, confirmed are {sorted(serving)}")
-        for url in serving:
-            engine = self.engine(url)
+        for held in newest.serving:
+            engine = self.engine(held.identity.url)
+            if engine.incarnation != held.identity.incarnation:  # it restarted after the last look at it
+                self.check_kept_out(engine)
+                if engine.looked_at:
+                    self.violate(f"{engine.name} restarted, was looked at, and the record says that it serves")
+                continue
             if engine.well and (engine.version, engine.content) != (record.version, record.version):
                 self.violate(f"{engine.name} holds {engine.content} as {engine.version}, recorded is {record.version}")
             if engine.well and not engine.read_back:
@@ -479,7 +501,7 @@ class World:
 
         self.say(f"push of {version}, attempt {self.attempt_number}")
         before = self.unended()
-        self.touched_before = self.touched
+        self.touched_before, self.push_began = self.touched, self.events
         task = pusher.task = asyncio.get_running_loop().create_task(work())
         dead = asyncio.get_running_loop().create_task(pusher.dead.wait())
         await asyncio.wait({task, dead}, timeout=BOUND_S, return_when=asyncio.FIRST_COMPLETED)

@@ -156,6 +156,76 @@ def test_restarts_between_the_look_and_the_pause(model_dir: Path) -> None:
     story(model_dir, act)
 
 
+def test_restarts_between_its_checksum_and_the_resume(model_dir: Path) -> None:
+    """While a stuck one keeps the push waiting: whoever began at its URL gets neither the version's name nor a door."""
+
+    async def act(world: World) -> None:
+        engine = world.engines[1]
+
+        async def restart() -> None:
+            for _ in range(30):
+                await asyncio.sleep(0 if engine.read_back else 0.01)
+            await asyncio.sleep(0.03)  # its answer has arrived
+            await engine.start()
+
+        world.arm(Fault("e2", "/weights_checker", "hang"))
+        world.soon_after("/weights_checker", 3, restart)
+        record = record_of(await world.push(1))
+        assert world.states(record) == {"e0": SERVING, "e1": GONE, "e2": GONE}
+        assert engine.version == "default" and engine.door.facts()["admitted_version"] is None
+        assert engine.url not in world.gateway.urls()
+
+    story(model_dir, act)
+
+
+def test_restarts_after_the_last_look(model_dir: Path) -> None:
+    """No push can know: the record names the one that confirmed, and whoever is there now gets no traffic."""
+
+    async def act(world: World) -> None:
+        engine = world.engines[1]
+        world.soon_after("put_once _fleet/push/00000002/end.json", 1, engine.start)
+        record = record_of(await world.push(1))
+        await asyncio.sleep(0.05)
+        assert engine.alive and engine.content == "base" and world.states(record)["e1"] is SERVING
+        assert world.violations == [] and engine.url not in world.gateway.urls()
+        # and these are found: it was looked at, it gets traffic
+        engine.looked_at = True
+        world.gateway.workers["again"] = {"url": engine.url, "status": "ready"}
+        world.check_record(record)
+        assert len(world.violations) == 2 and all("e1 restarted" in found for found in world.violations)
+        world.violations.clear()
+        world.gateway.forget(engine.url)
+
+    story(model_dir, act)
+
+
+@pytest.mark.parametrize("doors", [True, False])
+def test_restarts_before_the_transfer_and_is_told_to_begin(model_dir: Path, doors: bool) -> None:
+    """It stays in the session that was meant for the one before it, without traffic, until the next push."""
+
+    async def act(world: World) -> None:
+        engine = world.engines[1]
+        world.soon_after("/push/transfer", 1, engine.start)
+        record = record_of(await world.push(1))
+        assert world.states(record) == {"e0": SERVING, "e1": GONE, "e2": SERVING}
+        assert engine.session and engine.url not in world.gateway.urls()
+        assert engine.door.facts()["admitted_version"] is None
+
+    story(model_dir, act, doors=doors)
+
+
+def test_an_end_that_cannot_be_written_is_told(model_dir: Path) -> None:
+    """The store fails while a failed push lets go: its error says so, and the next push closes the epoch."""
+
+    async def act(world: World) -> None:
+        world.arm(Fault("trainer", "/bucket", "die"), Fault("store", "put_once", "down", 3))
+        failed = await world.push(1)
+        assert isinstance(failed, ServiceError) and "StoreUnavailable" in "".join(failed.__notes__)
+        assert [intent.epoch for intent in world.unended()] == [2]
+
+    story(model_dir, act)
+
+
 def test_second_engine_dies_while_the_retry_runs(model_dir: Path) -> None:
     async def act(world: World) -> None:
         world.arm(
