@@ -1,4 +1,7 @@
-"""`rl360 tasks check SOURCE`: run each oracle, and nothing, in sandboxes; name the tasks that cannot be trusted."""
+"""`rl360 tasks`: `check` runs each oracle, and nothing, in sandboxes and names the tasks that cannot be trusted.
+
+`drawn`, `quarantined` and `release` are of a run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import dataclasses
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,11 +28,64 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add `rl360 tasks` to the program."""
-    tasks = typer.Typer(help="Task sets.", no_args_is_help=True)
+    tasks = typer.Typer(
+        help="Task sets: check tasks; what a run drew; its quarantined tasks, and their release.", no_args_is_help=True
+    )
     tasks.command("check", epilog="Example: rl360 tasks check rl360/tasksets/chores_tasks --json")(check)
+    tasks.command("drawn", epilog="Example: rl360 tasks drawn demo --step 3 --json")(drawn)
     tasks.command("quarantined", epilog="Example: rl360 tasks quarantined demo --json")(list_quarantined)
     tasks.command("release", epilog="Example: rl360 tasks release demo chores-rename")(release)
     app.add_typer(tasks, name="tasks")
+
+
+def drawn(
+    run: Annotated[str, typer.Argument(help="name of the run")],
+    step: Annotated[int | None, typer.Option(min=0, help="of the run; default: the last one that drew tasks")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
+) -> None:
+    """Which tasks and domains a step drew, and by what it knew of them where the run draws by difficulty."""
+    from rl360.config.freeze import load_frozen
+    from rl360.step_work import load_plan
+    from rl360.store.manifest import read_manifest
+    from rl360.store.progress import next_step
+    from rl360.tasksets.mix import weight_of
+
+    store = _store()
+    difficulty = load_frozen(store, run, extra="ignore").taskset.difficulty
+    ahead = next_step(store, run)
+    asked = [step] if step is not None else [ahead, ahead - 1]
+    shown = next((each for each in asked if each >= 0 and read_manifest(store, run, each, "sample_groups")), None)
+    if shown is None:
+        raise BadInput(f"{run} has drawn no tasks for step {asked[0]}; it has done {ahead} steps, the first is 0")
+    plan = load_plan(store, run, shown)
+    times, domain_of = (
+        Counter(plan.groups.values()),
+        {spec.task_id: spec.domain for wave in plan.waves for spec in wave},
+    )
+    by_history = difficulty == "history" and shown > 0  # step 0 had nothing to go by
+    rows = []
+    for task, groups in sorted(times.items(), key=lambda item: (domain_of[item[0]], item[0])):
+        passed, tried = plan.history.get(task, (0.0, 0.0))
+        rate = round(passed / tried, 4) if tried else None
+        weight = round(weight_of((passed, tried)), 4) if by_history else None
+        rows.append({"task": task, "domain": domain_of[task], "groups": groups, "pass_rate": rate, "weight": weight})
+    domains = Counter(domain_of[task] for task in plan.groups.values())
+    found = {
+        "run": run,
+        "step": shown,
+        "difficulty": difficulty,
+        "domains": dict(sorted(domains.items())),
+        "tasks": rows,
+    }
+    if as_json:
+        typer.echo(orjson.dumps({**found, "quarantined": plan.quarantined}).decode())
+        return
+    typer.echo(f"{run} step {shown}: {sum(times.values())} groups of {len(times)} tasks; difficulty {difficulty}")
+    typer.echo("domains: " + ", ".join(f"{name} {count}" for name, count in sorted(domains.items())))
+    for row in rows:
+        known = "not known" if row["pass_rate"] is None else f"passed {row['pass_rate']:.0%}"
+        by = "" if row["weight"] is None else f", weight {row['weight']:.3f}"
+        typer.echo(f"{row['domain']}  {row['task']}  x{row['groups']}  {known}{by}")
 
 
 def list_quarantined(
@@ -44,7 +101,7 @@ def list_quarantined(
         return
     for task, said in sorted(found.items()):
         typer.echo(f"{task}: {said['starts']} starts failed in step {said['step']}; the last: {said['detail']}")
-    typer.echo(f"{len(found)} in quarantine; `rl360 tasks release {run} TASK` tries one again")
+    typer.echo(f"{len(found)} in quarantine" + (f"; `rl360 tasks release {run} TASK` tries one again" if found else ""))
 
 
 def release(
@@ -56,8 +113,11 @@ def release(
     from rl360.store.layout import quarantine_key
 
     store = _store()
-    if task not in quarantined(store, run):
-        raise BadInput(f"{task} is not in quarantine; see `rl360 tasks quarantined {run}`")
+    held = quarantined(store, run)
+    if task not in held:
+        meant = " or ".join(name for name in sorted(held) if name.endswith(f"/{task}"))
+        hint = f"did you mean {meant}?" if meant else f"see `rl360 tasks quarantined {run}`"
+        raise BadInput(f"{task} is not in quarantine; {hint}")
     store.delete(quarantine_key(run, task))
     typer.echo(f"{task} is tried again")
 

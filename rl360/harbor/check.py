@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -55,7 +56,8 @@ AGENTS: dict[str, Agent] = {"oracle": oracle_agent, "nop": nop_agent}
 
 
 def task_dirs(root: Path) -> list[Path]:
-    """`root` itself when it is a task, else the task directories right under it."""
+    """`root` itself when it is a task, else the task directories right under it, by plain paths."""
+    root = Path(os.path.normpath(root))
     if (root / "task.toml").exists():
         return [root]
     if not root.is_dir():
@@ -129,7 +131,7 @@ async def check_task(runner: Runner, directory: Path, judge: JudgeOrder | None =
 
 def _why(error: BadInput, directory: Path) -> str:
     """Without the task's path, which is told beside it."""
-    return str(error).removeprefix(str(directory.absolute())).lstrip(":/ ")
+    return str(error).removeprefix(os.path.abspath(directory)).lstrip(":/ ")
 
 
 async def _run(runner: Runner, task: Task, agent: str, judge: JudgeOrder | None) -> RunReply:

@@ -41,16 +41,18 @@ def domains_at(weights: Mapping[str, float], start: int, n: int) -> list[tuple[s
     return found
 
 
+def weight_of(known: Sequence[float]) -> float:
+    """p (1 - p), where p is the pass rate with one pass and one failure added. A task never tried has the largest, one
+    always or never solved a small one, never none."""
+    rate = (known[0] + 1) / (known[1] + 2)
+    return rate * (1 - rate)
+
+
 def undecided(ids: Sequence[str], history: Mapping[str, Sequence[float]], n: int, key: str) -> list[str]:
-    """`n` of `ids`, none twice before all came: each with weight p (1 - p), where p is its pass rate with one pass and
-    one failure added. A task never tried has the largest weight, one always or never solved a small one, never none."""
+    """`n` of `ids`, none twice before all came, by their weights."""
     rng, found = random.Random(key), list[str]()
     while len(found) < n:
-        keyed = []
-        for name in ids:
-            passed, tried = history.get(name, (0.0, 0.0))
-            rate = (passed + 1) / (tried + 2)
-            keyed.append((rng.random() ** (1 / (rate * (1 - rate))), name))
+        keyed = [(rng.random() ** (1 / weight_of(history.get(name, (0.0, 0.0)))), name) for name in ids]
         found += [name for _, name in heapq.nlargest(n - len(found), keyed)]
     return found
 

@@ -158,6 +158,32 @@ def test_a_home_or_a_source_that_cannot_be_used_is_one_line(tmp_path: Path, monk
     one_line(rl360("tasks", "check", ""), 2, "the task source is empty")
 
 
+def test_copy_lines_are_followed_and_a_task_is_named_by_one_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toml = '[task]\nname = "{}"\n'
+    seen = '[ "$(find . -type f)" = ./data/pond.txt ] && grep -q lake data/pond.txt && [ -e done ] && r=1 || r=0'
+    for name, line in (("good", "COPY lake.txt /app/data/pond.txt"), ("bad", "COPY missing.txt /app/")):
+        files = {
+            "task.toml": toml.format(name),
+            "instruction.md": "Make done.",
+            "environment/lake.txt": "lake\n",
+            "environment/unwanted.txt": "",
+            "environment/Dockerfile": f"FROM debian\n{line}\n",
+            "tests/test.sh": f"{seen}; echo $r > /logs/verifier/reward.txt\n",
+            "solution/solve.sh": "mkdir done\n",
+        }
+        for relative, text in files.items():
+            (tmp_path / "set" / name / relative).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "set" / name / relative).write_text(text)
+    (tmp_path / "here").mkdir()
+    found = checks(tmp_path, Path("here/../set"))
+    assert (found["good"].problem, found["good"].oracle) == (None, 1.0)
+    assert found["bad"].path == "set/bad"
+    assert found["bad"].problem == "environment/Dockerfile: COPY missing.txt /app/: environment/ has no missing.txt"
+
+
 def test_a_task_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL360_HOME", str(tmp_path / "home"))
     (tmp_path / "set" / "none").mkdir(parents=True)

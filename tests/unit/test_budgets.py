@@ -267,9 +267,11 @@ def test_a_person_sees_it_and_releases_it(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     app = _app()
     assert "chores/bad: 2 starts failed in step 3; the last: no such image" in said("tasks", "quarantined", "demo")
-    assert "is not in quarantine" in said("tasks", "release", "demo", "good")
+    assert "good is not in quarantine; see `rl360 tasks quarantined demo`" in said("tasks", "release", "demo", "good")
+    assert "bad is not in quarantine; did you mean chores/bad?" in said("tasks", "release", "demo", "bad")
     assert "is tried again" in said("tasks", "release", "demo", "chores/bad")
     assert budgets_of(store).refusal("chores/bad") is None and store.objects == {}
+    assert said("tasks", "quarantined", "demo") == "0 in quarantine\n"
 
 
 def _app() -> Any:
