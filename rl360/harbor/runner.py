@@ -196,9 +196,7 @@ def prepare(
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        raise BadInput(
-            f"task_dir {request.task_dir[:80]!r}...: no path is so long; give the task's directory"
-        ) from None
+        raise BadInput(f"task_dir {request.task_dir[:80]!r}...: no path is so long; give the folder") from None
     if request.instance_id.endswith(f"/{task.id}"):  # of one of several sources
         task = task.model_copy(update={"id": request.instance_id})
     environment = task.config.environment

@@ -173,9 +173,8 @@ class BubblewrapProvider(Rooted):
     async def reap(self) -> list[str]:
         """End and remove what a dead server left under this root. A folder that cannot be cleaned is kept and named:
         one bad folder must not keep a server from starting."""
-        found = [
-            await asyncio.to_thread(_reap_one, path, self._discard) for path in sorted((self.root / "live").iterdir())
-        ]
+        left = sorted((self.root / "live").iterdir())
+        found = [await asyncio.to_thread(_reap_one, path, self._discard) for path in left]
         for path in (self.root / "shared").glob(".*"):
             await asyncio.to_thread(remove_tree, path)
         return found

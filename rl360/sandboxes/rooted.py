@@ -9,12 +9,14 @@ import logging
 import os
 import re
 import shutil
+import stat
+import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from hashlib import sha256
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from queue import SimpleQueue
 from uuid import uuid4
@@ -23,11 +25,11 @@ from rl360.errors import BadInput
 from rl360.harbor.dockerfile import Files, tree_files
 from rl360.harbor.task import tree_digest
 from rl360.sandboxes.provider import ExecResult, Sandbox, SandboxStartError, StorageFull, Workspace
-from rl360.sandboxes.workspace import MAX_FILES, held_bytes, remove_tree, tree_bytes
+from rl360.sandboxes.workspace import FOLDER, MAX_FILES, MAX_LEVELS, remove_tree
 
 log = logging.getLogger("rl360.sandbox")
 LOCK_DEADLINE_S = 2.0
-DELETERS, DELETE_S = 2, 3600.0
+DELETERS, DELETE_S, CLOSE_S = 2, 3600.0, 5.0
 WATCH_S, EVERY = 1.0, 10  # the disk is looked at; each so often everybody is measured
 FLOOR_BYTES, FLOOR_FILES, FLOOR_SHARE = 256 << 20, 10_000, 50  # less free, or less than a 50th, and the host is full
 MAX_COPY_BYTES = 1 << 30
@@ -71,10 +73,8 @@ class Rooted:
         try:
             await asyncio.shield(job)
         except BaseException:  # a cancellation too: nobody else knows yet that there is something to delete
-            # at once, and what still fills it fails; nobody's clock waits for that
-            with contextlib.suppress(OSError):
-                gone = self._bin.put(workspace.path)
-                job.add_done_callback(lambda done: (done.exception(), self._bin.empty(gone)))
+            self._discard(workspace.path, workspace.deleting)
+            job.add_done_callback(lambda done: done.exception())  # it fails by that, and nobody's clock waits for it
             raise
         return workspace
 
@@ -93,11 +93,9 @@ class Rooted:
     def _discard(self, path: Path, deleting: list[Future[str | None]]) -> str | None:
         """Take a folder from its place and delete it in the background; why that cannot be."""
         try:
-            deleting.append(self._bin.empty(self._bin.put(path)))
-        except FileNotFoundError:
-            return None
+            deleting.append(self._bin.put(path))
         except OSError as error:
-            return f"{path}: could not be deleted: {error.strerror}"
+            return None if isinstance(error, FileNotFoundError) else f"{path}: could not be deleted: {error.strerror}"
         return None
 
     def meter(self, workspace: Workspace, storage_mb: int) -> DiskMeter:
@@ -107,45 +105,43 @@ class Rooted:
         target = self.root / "shared" / digest
         job = self._published.get(digest)
         if job is None or (job.done() and (job.exception() is not None or not target.exists())):
-            loop = asyncio.get_running_loop()
-            job = self._published[digest] = loop.run_in_executor(None, publish_tree, source, target)
+            job = asyncio.get_running_loop().run_in_executor(None, publish_tree, source, target)
+            self._published[digest] = job
         await asyncio.shield(job)
         return target
 
 
 class Bin:
-    """What is deleted in the background, by few threads that nobody waits for. It begins with what an earlier process
-    left in it."""
+    """What is deleted in the background, by few threads that no end of a process waits for. It begins with what an
+    earlier process left in it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._asked: SimpleQueue[tuple[Path, Future[str | None]] | None] = SimpleQueue()
         folder.mkdir(exist_ok=True)
         for path in folder.iterdir():
-            self.empty(path)
-        for _ in range(DELETERS):
-            threading.Thread(target=self._delete, name="deleting", daemon=True).start()
+            self._asked.put((path, Future()))
+        self._threads = [threading.Thread(target=self._delete, name="deleting", daemon=True) for _ in range(DELETERS)]
+        for thread in self._threads:
+            thread.start()
 
-    def put(self, path: Path) -> Path:
-        """Take it from its place."""
-        return path.rename(self._folder / uuid4().hex)
-
-    def empty(self, path: Path) -> Future[str | None]:
-        """Delete what was put there."""
+    def put(self, path: Path) -> Future[str | None]:
+        """Take it from its place at once; done when it is deleted."""
         end: Future[str | None] = Future()
-        self._asked.put((path, end))
+        self._asked.put((path.rename(self._folder / uuid4().hex), end))
         return end
 
     def close(self) -> None:
-        """Its threads end when what was asked for is deleted; the process does not wait for them."""
-        for _ in range(DELETERS):
+        """Its threads end when all is deleted, which is waited for a moment."""
+        for _ in self._threads:
             self._asked.put(None)
+        for thread in self._threads:
+            thread.join(CLOSE_S)
 
     def _delete(self) -> None:
         while (asked := self._asked.get()) is not None:
             path, end = asked
-            reason = remove_tree(path, DELETE_S)
-            if reason is not None:
+            if (reason := remove_tree(path, DELETE_S)) is not None:
                 log.warning("%s", reason)
             end.set_result(reason)
 
@@ -181,7 +177,8 @@ class Watch:
                 free = now
                 for meter in list(self.meters):
                     await asyncio.to_thread(meter.measure)
-                    meter.end()
+                    if meter.over and meter.job is not None:
+                        meter.job.cancel()
 
 
 class DiskMeter:
@@ -191,7 +188,7 @@ class DiskMeter:
         self.over = self.full = False
         self._disk, self._workspace, self._limit = watch, workspace, limit_bytes
         self._sandbox: Sandbox | None = None
-        self._job: asyncio.Future[ExecResult] | None = None
+        self.job: asyncio.Future[ExecResult] | None = None  # to be ended when over
 
     async def exec(
         self, sandbox: Sandbox, command: str, timeout_s: float, cap_bytes: int | None = None, *, ends: bool = True
@@ -201,7 +198,7 @@ class DiskMeter:
         self._sandbox = sandbox
         self._disk.add(self)
         job = asyncio.ensure_future(sandbox.exec(command, timeout_s, cap_bytes))
-        self._job = job if ends else None
+        self.job = job if ends else None
         try:
             await asyncio.wait({job})
         finally:
@@ -210,11 +207,6 @@ class DiskMeter:
         if self.over and ends:
             raise StorageFull("its workspace is full")
         return job.result()
-
-    def end(self) -> None:
-        """The command, when over."""
-        if self.over and self._job is not None:
-            self._job.cancel()
 
     def measure(self) -> None:
         """Blocking. A full disk counts only while this one is not over: whoever fills it is judged."""
@@ -230,6 +222,50 @@ class DiskMeter:
 
     def close(self) -> None:
         self._disk.meters.discard(self)
+
+
+def tree_bytes(path: Path, limit_bytes: int, *, strict: bool = False) -> int:
+    """Bytes on disk under `path`, entered by descriptor: links are not followed, and no path is too long. Counts to the
+    limit. Too many entries or levels are above it; `strict`: so is a folder that cannot be read."""
+    total = 0
+    for entries, size in enumerate(_sizes(os.open(path, FOLDER), MAX_LEVELS, sys.maxsize if strict else 0)):
+        total += size
+        if total > limit_bytes or entries >= MAX_FILES:
+            return limit_bytes + 1
+    return total
+
+
+def _sizes(folder: int, levels: int, unread: int) -> Iterator[int]:
+    """Of each entry; closes the descriptor. What is gone before it is looked at has none."""
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(status.st_mode) or levels == 0:
+                        yield status.st_blocks * 512 if levels else sys.maxsize
+                        continue
+                    below = os.open(entry.name, FOLDER, dir_fd=folder)
+                except OSError as error:
+                    yield unread if isinstance(error, PermissionError) else 0
+                    continue
+                yield status.st_blocks * 512
+                yield from _sizes(below, levels - 1, unread)
+    finally:
+        os.close(folder)
+
+
+def held_bytes(pids: Iterable[int], device: int, *, strict: bool = False) -> int:
+    """Bytes on disk of files without a name that these processes hold open; `strict`: or have mapped."""
+    held: dict[int, int] = {}
+    for pid, kind in product(pids, ("fd", "map_files")[: 1 + strict]):
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/{kind}") as found:
+            for entry in found:
+                with contextlib.suppress(OSError):
+                    status = entry.stat()
+                    if status.st_nlink == 0 and status.st_dev == device:
+                        held[status.st_ino] = status.st_blocks * 512
+    return sum(held.values())
 
 
 def _locked(descriptor: int) -> bool:

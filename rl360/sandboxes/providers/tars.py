@@ -18,9 +18,8 @@ from typing import IO
 from rl360.sandboxes.workspace import MAX_FILES, MAX_LEVELS
 
 COPY_BYTES = 1 << 20
-# what names and links in a tar can lead to
-BY_NAMES = {"EEXIST", "ENOENT", "ENOTDIR", "EISDIR", "ENOTEMPTY", "ENAMETOOLONG", "ELOOP", "EMLINK", "EINVAL", "EILSEQ"}
-BY_NAMES |= {"EPERM", "EXDEV"}  # a second name for a folder
+# what names and links in a tar can lead to (EPERM: a second name for a folder)
+BY_NAMES = {"EEXIST", "ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EMLINK", "EINVAL", "EILSEQ", "EPERM"}
 
 
 class Hostile(Exception):
