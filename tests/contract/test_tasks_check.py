@@ -177,10 +177,15 @@ def test_copy_lines_are_followed_and_a_task_is_named_by_one_path(
         for relative, text in files.items():
             (tmp_path / "set" / name / relative).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "set" / name / relative).write_text(text)
+    shutil.copytree(tmp_path / "set" / "good", tmp_path / "set" / "drill")
+    (tmp_path / "set" / "drill" / "environment" / "Dockerfile").unlink()
+    os.mkfifo(tmp_path / "set" / "drill" / "environment" / "pipe")
+    (tmp_path / "set" / "drill" / "task.toml").write_text(toml.format("drill"))
     (tmp_path / "here").mkdir()
     found = checks(tmp_path, Path("here/../set"))
     assert (found["good"].problem, found["good"].oracle) == (None, 1.0)
     assert found["bad"].path == "set/bad"
+    assert str(found["drill"].problem).startswith("not checked: oracle: sandbox_start: "), "the drill of docs/tasks.md"
     assert found["bad"].problem == "environment/Dockerfile: COPY missing.txt /app/: environment/ has no missing.txt"
 
 
