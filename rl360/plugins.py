@@ -18,14 +18,14 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     """The function at `path`; `BadInput` that names `what` asked for it. The folder one types in is looked in last, so
     that what lies there takes the place of no other module."""
     module, _, name = path.partition(":")
-    folder = os.environ.get(FOLDER) or os.getcwd()
-    sys.path += [] if folder in sys.path else [folder]
+    sys.path += {os.environ.get(FOLDER) or os.getcwd()} - {*sys.path}
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        where = f"installed beside rl360, on PYTHONPATH, or in the folder of `rl360 up` and `rl360 run` (here {folder})"
-        said = f"{what} {path!r} cannot be imported: {error}; give module:function, the module"
-        raise BadInput(f"{said} {where}") from None
+        where = "installed beside rl360, on PYTHONPATH, or in the folder where `rl360 up` and `rl360 run` are typed"
+        raise BadInput(
+            f"{what} {path!r} cannot be imported: {error}; give module:function, the module {where}"
+        ) from None
     if not callable(found):
         raise BadInput(f"{what} {path!r} is {type(found).__name__}, not a function; give module:function")
     return found

@@ -24,7 +24,7 @@ from rl360.config.run import RunConfig
 from rl360.errors import BadInput
 from rl360.ledger.outcomes import Outcome
 from rl360.plugins import load_function
-from rl360.report.wave import in_words, losses
+from rl360.report.wave import tell
 from rl360.sessions.sample import AttemptRecord
 from rl360.step_work import Produced, load_plan, wave_task
 from rl360.store.layout import wave_key
@@ -55,9 +55,7 @@ def _roll_out(job: Job, wave: int, weight_version: str) -> Produced:
     if not job.store.exists(table):  # a table closes its wave: a further try would be missing from it
         asyncio.run(_run_wave(job, wave, waves, weight_version, log))
     outcomes = Counter(str(record.outcome) for record in records.values())
-    job.log.info("wave %d ended after %.1f s: %s", wave, time.monotonic() - started_at, in_words(records.values()))
-    if lost := losses(records.values(), job.run, job.step):
-        job.log.warning("wave %d: %s", wave, lost)
+    tell(job.log, f"wave {wave}", time.monotonic() - started_at, records.values(), job.run, job.step)
     return Produced(objects=[put_table(job.store, table, records.values())], counts=dict(outcomes))
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 from rl360.harbor.outcome import boundary_of
 from rl360.ledger.outcomes import INFRA
 from rl360.sessions.sample import AttemptRecord
 
 _TOP = 3
+Log = logging.Logger | logging.LoggerAdapter[Any]
+
+
+def tell(log: Log, wave: str, seconds: float, records: Collection[AttemptRecord], run: str, step: int) -> None:
+    """One line of what it became, and a warning of what was lost."""
+    log.info("%s ended after %.1f s: %s", wave, seconds, in_words(records))
+    if lost := losses(records, run, step):
+        log.warning("%s: %s", wave, lost)
 
 
 def in_words(records: Collection[AttemptRecord]) -> str:

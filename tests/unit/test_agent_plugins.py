@@ -189,7 +189,7 @@ def test_a_module_of_the_folder_one_types_in_is_found_and_hides_no_other(tmp_pat
     assert asked_in(away, code, **{FOLDER: str(here)}) == "mine\n", "a service, which runs in another folder"
     told = asked_in(away, code)
     assert "agent 'mine:run' cannot be imported: No module named 'mine'; give module:function, the module " in told
-    assert f"on PYTHONPATH, or in the folder of `rl360 up` and `rl360 run` (here {away})" in told
+    assert "beside rl360, on PYTHONPATH, or in the folder where `rl360 up` and `rl360 run` are typed\n" in told
 
 
 def test_up_tells_its_services_the_folder_it_was_typed_in_and_they_each_other(
