@@ -70,6 +70,7 @@ async def _run_wave(job: Job, wave: int, waves: Waves, weight_version: str, log:
     engines, specs = EngineWatch(job, weight_version), waves[wave]
     limit, attempts = job.config.rollout.max_infra_rate, sum(map(len, waves))
     share, places = _share(flow_run.id, job.run, job.step, limit, attempts)
+    places.queue_s, places.say = job.config.deadlines.queue_s, job.log.warning
     earlier = [*log.stored.values(), *_elsewhere(job, wave, waves)]
     budgets = Budgets(job.store, job.config, job.step, share, earlier)
     room = asyncio.Semaphore(job.config.rollout.max_concurrent)  # a wave may be planned larger than this
@@ -87,9 +88,8 @@ async def _run_wave(job: Job, wave: int, waves: Waves, weight_version: str, log:
     path = job.config.rollout.function
     function = load_function(path, "rollout.function") if path else all_at_once
     try:
-        client = RolloutClient(job.services, job.config, job.step, wave, weight_version, specs)
+        client = RolloutClient(job.services, job.config, job.step, wave, weight_version, specs, places)
         async with client:
-            client.places = places
             await function(specs, partial(one, client))
     except ExceptionGroup as failed:
         raise gravest(failed) from None

@@ -2,78 +2,120 @@
 
 The server's queue has a clock (`deadlines.queue_s`) for a server that stands still: no attempt is to be lost to it
 because a flow asked for more than its servers run. What `GET /health` says is asked at most once in `EVERY_S`, for all
-waves of a flow (threads of one process), and whatever of them is on its way or there is counted in. A server that does
-not say is asked as before.
+waves of a flow (threads of one process), and whatever of them is on its way or there is counted in. Of a server that
+does not answer, as while it restarts, one attempt finds out what is the matter; one that answers and does not say is
+asked as before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+log = logging.getLogger("rl360.places")
 EVERY_S = 0.5
 AHEAD = 4  # windows of starts that may wait in a server for their turn: seconds, unless starts take long
 UNKNOWN = 1 << 30
 
 
 @dataclass
-class _Server:
-    here: int = 0  # attempts of this flow
+class Told:
+    """What a server could begin as far as is known: `free` attempts, of each image `cap` together with the `others`
+    that are not this flow's. `image`: of tasks that name none."""
+
     free: int = 0
+    cap: int = UNKNOWN
+    others: Mapping[str, int] = field(default_factory=dict)
+    image: str | None = None
+
+
+@dataclass
+class _Server:
+    here: Counter[str] = field(default_factory=Counter)  # attempts of this flow, by image
+    told: Told = field(default_factory=Told)
     until: float = 0.0  # when that is old
+    silent_at: float = math.inf  # since when it does not answer
+    passed_at: float = math.inf  # when one was last sent there, or began to wait
 
 
 class Places:
-    """What servers said, and what was let through since."""
+    """What servers said, and what was let through since. `say` is told of a server to which none of those that wait was
+    sent for `queue_s`, once; one that does not answer for so long is asked all the same."""
 
     def __init__(self) -> None:
+        self.queue_s = math.inf
+        self.say: Callable[[str], object] = log.warning
         self._lock = threading.Lock()
         self._servers: defaultdict[str, _Server] = defaultdict(_Server)
 
-    async def take(self, server: str, need: Mapping[str, float], health: Callable[[str], Awaitable[Any]]) -> None:
-        """Return when one more may be sent to `server`, which has it until `leave`. `need`: what it reserves at most,
-        in the names of a `Room`."""
+    async def take(
+        self, server: str, image: str, task: str, need: Mapping[str, float], health: Callable[[str], Awaitable[Any]]
+    ) -> str | None:
+        """Return when one more may be sent to `server`, which has it until `leave`: what it counts as there. None when
+        only its image is at its cap: others go first. `need`: what it reserves at most, in the names of a `Room`."""
         while True:
             with self._lock:
                 at = self._servers[server]
                 old = time.monotonic() >= at.until
                 if old:
-                    at.free, at.until = 0, math.inf  # one asks for all
-                elif at.free > 0:
-                    at.free, at.here = at.free - 1, at.here + 1
-                    return
+                    if time.monotonic() - at.until > 10 * EVERY_S:  # nobody waited
+                        at.silent_at, at.passed_at = math.inf, time.monotonic()
+                    at.told.free, at.until = 0, math.inf  # one asks for all
+                group = image or at.told.image or task
+                if not old and at.told.others.get(group, 0) + at.here[group] >= at.told.cap:
+                    return None
+                if at.told.free > 0:
+                    at.told.free, at.passed_at = at.told.free - 1, time.monotonic()
+                    at.here[group] += 1
+                    return group
             if old:
                 try:
                     said = await health(server)
                     with self._lock:
-                        at.free = free_places(said, at.here, need)
+                        self._hear(server, at, said, need)
                 finally:
                     at.until = time.monotonic() + EVERY_S
             else:
                 await asyncio.sleep(EVERY_S * random.uniform(0.1, 0.3))
 
-    def leave(self, server: str) -> None:
+    def _hear(self, server: str, at: _Server, said: Any, need: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        at.silent_at = min(at.silent_at, now) if said is None else math.inf
+        at.told = told(said, at.here, need) if now - at.silent_at < self.queue_s else Told(UNKNOWN)
+        if now - at.passed_at >= self.queue_s:
+            at.passed_at = math.inf
+            self.say(f"{server}: attempts wait, none had a place for {self.queue_s:g} s; it says {said or 'nothing'}")
+
+    def leave(self, server: str, group: str) -> None:
         with self._lock:
-            self._servers[server].here -= 1
+            self._servers[server].here[group] -= 1
 
 
-def free_places(health: Any, here: int, need: Mapping[str, float]) -> int:
+def told(health: Any, here: Mapping[str, int], need: Mapping[str, float]) -> Told:
     """How many more attempts a server would begin without any other ending, as far as its health and the mean of what
     runs there tell, when `here` are on their way to it or there; `UNKNOWN` where it says nothing of that. One at least
-    where nothing is."""
+    where nothing is, and no more where it does not answer (None)."""
+    sent = sum(here.values())
+    if health is None:
+        return Told(0 if sent else 1)
     try:
         left, room, hold = health["room_left"], health["room"], health["promised_to"]
         # tasks may ask for less than their run allows
         mean = {name: (room[name] - left[name]) / hold for name in room} if hold else need
         fits = min(int(left[name] // mean[name]) for name in mean if mean[name])
-        used = max(hold + health["queued"], here)
-        return max(min(health["max_concurrent"], hold + min(fits, AHEAD * health["window"])) - used, 0 if used else 1)
-    except (KeyError, TypeError):
-        return UNKNOWN
+        cap, images = health.get("per_image", UNKNOWN), health.get("images", {})
+        held_back = sum(max(0, asked - cap) for asked in images.values())  # they are in nobody's way
+        used = max(hold + health["queued"], sent) - held_back
+        free = min(health["max_concurrent"], hold + min(fits, AHEAD * health["window"])) - used
+        others = {name: asked - here.get(name, 0) for name, asked in images.items()}
+        return Told(max(free, 0 if used > 0 else 1), cap, others, health.get("image"))
+    except (AttributeError, KeyError, TypeError):
+        return Told(UNKNOWN)

@@ -18,7 +18,7 @@ import contextlib
 import random
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ import orjson
 from pydantic import ValidationError
 
 from rl360.agents.budgets import Budgets
-from rl360.agents.places import Places
+from rl360.agents.places import EVERY_S, Places
 from rl360.agents.stores import Item, StoreGroups
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
@@ -122,9 +122,17 @@ class RolloutClient:
     """Talks to the session and sandbox servers of one deployment, for one wave at one weight version."""
 
     def __init__(
-        self, services: Services, config: RunConfig, step: int, wave: int, weight_version: str, specs: Specs = ()
+        self,
+        services: Services,
+        config: RunConfig,
+        step: int,
+        wave: int,
+        weight_version: str,
+        specs: Specs = (),
+        places: Places | None = None,
     ) -> None:
-        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to."""
+        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to. places: those of
+        all waves of a flow."""
         self.services = services
         self.config = config
         self.step = step
@@ -139,10 +147,11 @@ class RolloutClient:
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
         self._stores = StoreGroups(self._ask_stores)
-        self._placement = Placement(services.sandbox_urls, len(specs))
-        for spec in specs:
-            self._placement.place(spec.slot_id, spec.image or spec.task_id)
-        self.places = Places()  # or those of all waves of a flow
+        images = {spec.slot_id: spec.image or spec.task_id for spec in specs}
+        self._placement = Placement(services.sandbox_urls, Counter(images.values()))
+        for slot, image in images.items():
+            self._placement.place(slot, image)
+        self.places = places or Places()
         box = config.sandbox
         self._need = {"milli_cpus": 1000 * box.reserved_cpus, "memory_mb": box.memory_mb, "pids": box.pids}
         self._lines: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # before each server
@@ -168,7 +177,7 @@ class RolloutClient:
         """The first part of `attempt`: until agent and verifier are done. It is all that keeps a sandbox and engines
         busy; `finish` may wait for others."""
         attempt_id = spec.attempt_id(try_index)
-        server = await self._place(spec, try_index)
+        server, place = await self._place(spec, try_index)
         started_at = time.time()
         session_id, reply = "", None
         with self._stores.player():
@@ -184,7 +193,7 @@ class RolloutClient:
                 if session_id:
                     await self._flush(attempt_id, server)
             finally:
-                self.places.leave(server)
+                self.places.leave(server, place)
         return Played(spec, try_index, started_at, time.time(), session_id, reply, outcome, detail)
 
     async def finish(self, played: Played) -> AttemptRecord:
@@ -235,17 +244,23 @@ class RolloutClient:
             self._placement.place(spec.slot_id, spec.image or spec.task_id)
         return self._placement.node_of(spec.slot_id, try_index)
 
-    async def _place(self, spec: AttemptSpec, try_index: int) -> str:
-        """Its server, when that has a place for it; another one if it is lost meanwhile."""
+    async def _place(self, spec: AttemptSpec, try_index: int) -> tuple[str, str]:
+        """Its server, when that has a place for it, and what it counts as there; another one if it is lost
+        meanwhile."""
         while True:
             server = self._sandbox_server(spec, try_index)
             async with self._lines[server]:  # in the order of asking
-                await self.places.take(server, self._need, self._health)
-            if server == self._sandbox_server(spec, try_index):
-                return server
-            self.places.leave(server)
+                if server != self._sandbox_server(spec, try_index):
+                    continue
+                place = await self.places.take(server, spec.image, spec.task_id, self._need, self._health)
+            if place is None:
+                await asyncio.sleep(2 * EVERY_S)
+            elif server == self._sandbox_server(spec, try_index):
+                return server, place
+            else:
+                self.places.leave(server, place)
 
-    async def _health(self, server: str) -> dict[str, Any]:
+    async def _health(self, server: str) -> dict[str, Any] | None:
         return await _told(self._sandboxes, f"{server}/health")
 
     async def _flush(self, attempt_id: str, server: str) -> None:
@@ -368,7 +383,7 @@ class RolloutClient:
     async def _sampled_tokens(self, attempt_id: str, session_id: str) -> int | None:
         """What a session that could not be stored says it sampled; None when it cannot be asked."""
         url = f"{spread(self.services.session_urls, attempt_id)}/sessions/{session_id}"
-        sampled = (await _told(self._sessions, url)).get("sampled_tokens")
+        sampled = (await _told(self._sessions, url) or {}).get("sampled_tokens")
         return sampled if type(sampled) is int and sampled >= 0 else None
 
     async def _ask_sessions(self, url: str, body: dict[str, Any]) -> bytes:
@@ -398,14 +413,16 @@ async def _answer(
         return reply.status, await reply.read()
 
 
-async def _told(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """What it answers when it is asked, or nothing."""
+async def _told(http: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
+    """What it answers when it is asked, nothing where that is no object; None when it does not answer."""
     try:
-        _status, answer = await _answer(http, "GET", url, None, _FLUSH_TIMEOUT_S)
-        told = orjson.loads(answer)
-    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
+        status, answer = await _answer(http, "GET", url, None, _FLUSH_TIMEOUT_S)
+        told = None if status >= 500 else orjson.loads(answer)
+    except orjson.JSONDecodeError:
         return {}
-    return told if isinstance(told, dict) else {}
+    except (aiohttp.ClientError, TimeoutError):
+        return None
+    return told if told is None or isinstance(told, dict) else {}
 
 
 async def _send(
@@ -504,9 +521,8 @@ async def roll_out_slot(
     async def settle(played: Played) -> None:
         record = await client.finish(played)
         tries.append(record)
-        for quarantine in budgets.note(
-            record
-        ):  # first: whoever is killed in between asks again for what brought it about
+        # first: whoever is killed in between asks again for what brought it about
+        for quarantine in budgets.note(record):
             await asyncio.to_thread(budgets.publish, quarantine)
         await keep(record)
         if record.session_id:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 from operator import add, sub
@@ -86,6 +86,10 @@ class Gate:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    def asked(self) -> Counter[str]:
+        """How many of each group wait, start or run."""
+        return self.waves.groups + Counter(ask.group for ask in self._waiting.values())
 
     def ask(self, key: str, group: str, need: Room) -> None:
         """Wait for a start. `BadInput` when it could never fit."""

@@ -1,33 +1,40 @@
 """Placement: which node an attempt goes to, so that it finds its image there. Pure; the same calls give the same nodes.
 
-Each image group has `homes` nodes, the first of its own ranking (rendezvous hashing): whoever knows the nodes knows
-them. An attempt goes to the home with fewer attempts; a home that has `slack` times its share of all is passed by, so
-no node is overrun by a popular image. Two homes cost two pulls an image and mean that a lost node leaves one warm: its
-groups stay with their other home, and only one that has none left gets another. What was on the lost node moves,
-nothing else does; when it is back, it is a home of the same groups.
+Each image group has `homes` nodes, the first of its own ranking (rendezvous hashing): whoever knows the nodes and what
+is to be placed knows them. An attempt goes to the home with fewer attempts; a home that has `slack` times its share of
+all is passed by, so no node is overrun by a popular image. Two homes cost two pulls an image and mean that a lost node
+leaves one warm: its groups stay with their other home, and only one that has none left gets another. A group that fills
+more nodes than these has as many homes as it fills, and passes by whoever has a full share: no node idles beside a task
+set of few images. What was on the lost node moves, nothing else does; when it is back, it is a home of the same groups.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
 from rl360.errors import BadInput
 
 
 class Placement:
-    """`expected`: attempts that are to be placed; a share is of these, or of those placed when they are more. `lost`:
-    of `nodes`, those that are away."""
+    """`expected`: attempts that are to be placed, by group; a share is of these, or of those placed when they are more.
+    `lost`: of `nodes`, those that are away."""
 
     def __init__(
-        self, nodes: Iterable[str], expected: int, *, homes: int = 2, slack: float = 1.25, lost: Iterable[str] = ()
+        self,
+        nodes: Iterable[str],
+        expected: Mapping[str, int],
+        *,
+        homes: int = 2,
+        slack: float = 1.25,
+        lost: Iterable[str] = (),
     ) -> None:
         self._nodes, self._lost = set(nodes), set(lost)
         if not self._nodes - self._lost:
             raise BadInput("there is no node to place anything on")
-        self.expected, self._homes, self.slack = expected, homes, slack
+        self._expected, self._total, self._homes, self.slack = expected, sum(expected.values()), homes, slack
         self._rankings: dict[str, list[str]] = {}
         self._at: dict[str, tuple[str, str]] = {}  # key -> group, node
         self._load: Counter[str] = Counter()
@@ -37,22 +44,27 @@ class Placement:
             self._rankings[group] = sorted(self._nodes, key=lambda node: _weight(node, group))
         return self._rankings[group]
 
+    def _fills(self, group: str) -> float:
+        """How many nodes."""
+        return len(self._nodes) * self._expected.get(group, 0) / max(1, self._total)
+
     def homes(self, group: str) -> list[str]:
         """Of its homes those that are there, else the next node of its ranking."""
         ranking = self._ranking(group)
-        there = [node for node in ranking[: self._homes] if node not in self._lost]
+        many = max(self._homes, math.ceil(self._fills(group)))
+        there = [node for node in ranking[:many] if node not in self._lost]
         return there or [next(node for node in ranking if node not in self._lost)]
 
-    def limit(self) -> int:
-        """Attempts that a node may have when the next one is placed."""
-        nodes = len(self._nodes) - len(self._lost)
-        return math.ceil(self.slack * max(self.expected, len(self._at) + 1) / nodes)
+    def limit(self, group: str) -> int:
+        """Attempts that a node may have when the next one of this group is placed."""
+        slack, nodes = 1.0 if self._fills(group) >= self._homes else self.slack, len(self._nodes) - len(self._lost)
+        return math.ceil(slack * max(self._total, len(self._at) + 1) / nodes)
 
     def place(self, key: str, group: str) -> str:
         """The node of a new attempt."""
         if key in self._at:
             raise ValueError(f"{key} is placed")
-        homes, limit = self.homes(group), self.limit()
+        homes, limit = self.homes(group), self.limit(group)
         homes.sort(key=self._load.__getitem__)  # stable: the first home among equals
         further = (node for node in self._ranking(group) if node not in self._lost)
         node = next(node for nodes in (homes, further) for node in nodes if self._load[node] < limit)

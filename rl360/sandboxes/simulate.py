@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,7 +167,7 @@ class _Play:
         self.waves = Waves(pace)
         room = world.room if cluster.policy.reserved else BOUNDLESS
         self.gates = {name: Gate(self.waves, Reservations(room)) for name in cluster.nodes}
-        self.placement = Placement(cluster.nodes, count, lost=cluster.lost)
+        self.placement = Placement(cluster.nodes, Counter(map(str, load.images)), lost=cluster.lost)
         self.boot_s = world.boot_s * np.exp(world.boot_sigma * random.normal(size=count))
         self.work_s = world.work_s * np.exp(world.work_sigma * random.normal(size=count))
         self.fails = random.random(count) < world.fail_share  # its first try

@@ -40,7 +40,7 @@ class Waves:
         self.begun = self.warm = 0  # starts, and those of a group that had been started before
         self._starting: dict[str, float] = {}  # key -> when it began
         self._live: dict[str, str] = {}  # key -> group
-        self._groups: Counter[str] = Counter()  # live ones; 0 for a group that was
+        self.groups: Counter[str] = Counter()  # live ones; 0 for a group that was
         self._wave_at, self._in_wave, self._cut_at = -math.inf, 0, -math.inf
         self._refused_at = math.inf  # the window with which something was refused
         self._took: float | None = None  # what starts take, smoothed: a large image is no sign of load
@@ -64,7 +64,7 @@ class Waves:
         return max(0, min(self.paced(now), self.pace.max_concurrent - self.live))
 
     def open(self, group: str) -> bool:
-        return self._groups[group] < self.pace.per_group
+        return self.groups[group] < self.pace.per_group
 
     def next_wave_at(self) -> float:
         """When the present wave is over. Everything else that holds starts back ends with a start or a sandbox."""
@@ -76,8 +76,8 @@ class Waves:
         self._live[key] = group
         self.begin_again(key, now)
         self.begun += 1
-        self.warm += group in self._groups
-        self._groups[group] += 1
+        self.warm += group in self.groups
+        self.groups[group] += 1
 
     def begin_again(self, key: str, now: float) -> None:
         """One that lives starts another sandbox in place of its first. Whoever does not wait until it is `paced` still
@@ -113,4 +113,4 @@ class Waves:
     def end(self, key: str) -> None:
         """It is gone."""
         self.give_up(key)
-        self._groups[self._live.pop(key)] -= 1
+        self.groups[self._live.pop(key)] -= 1

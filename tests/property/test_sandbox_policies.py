@@ -139,13 +139,21 @@ TestGateLife.settings = settings(max_examples=150, stateful_step_count=40, deadl
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), nodes=st.integers(1, 6), homes=st.integers(1, 3), expected=st.integers(0, 60))
-def test_a_lost_node_moves_only_what_it_must(data: st.DataObject, nodes: int, homes: int, expected: int) -> None:
+@given(
+    data=st.data(),
+    nodes=st.integers(1, 6),
+    homes=st.integers(1, 3),
+    expected=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 30)),
+)
+def test_a_lost_node_moves_only_what_it_must(
+    data: st.DataObject, nodes: int, homes: int, expected: dict[str, int]
+) -> None:
     names = [f"n{number}" for number in range(nodes)]
     placement = Placement(names, expected, homes=homes)
     at: dict[str, tuple[str, str]] = {}
     for number in range(data.draw(st.integers(0, 60))):
-        group, limit = data.draw(st.sampled_from("abcdef")), placement.limit()
+        group = data.draw(st.sampled_from("abcdef"))
+        limit = placement.limit(group)
         node = placement.place(f"k{number}", group)
         at[f"k{number}"] = group, node
         load = Counter(where for _, where in at.values())

@@ -13,7 +13,7 @@ NODES = [f"http://node-{number}" for number in range(4)]
 
 
 def placed(nodes: list[str] = NODES, images: int = 8, each: int = 8, **parts: float) -> Placement:
-    placement = Placement(nodes, images * each, **parts)  # type: ignore[arg-type]
+    placement = Placement(nodes, {f"image-{number}": each for number in range(images)}, **parts)  # type: ignore[arg-type]
     for number in range(images * each):
         placement.place(f"k{number}", f"image-{number % images}")
     return placement
@@ -32,9 +32,24 @@ def test_a_group_has_two_homes_and_no_node_more_than_its_share_and_a_quarter() -
     assert max(Counter(placement.node_of(f"k{n}") for n in range(512)).values()) <= 1.25 * 512 / 4
 
 
-def test_one_popular_image_overruns_no_node() -> None:
-    placement = placed(images=1, each=64)
-    assert max(Counter(placement.node_of(f"k{n}") for n in range(64)).values()) <= 20
+@pytest.mark.parametrize(("images", "nodes"), [(1, 2), (1, 5), (1, 20), (2, 4), (2, 5), (2, 10), (3, 8), (3, 20)])
+def test_few_images_fill_all_nodes_alike(images: int, nodes: int) -> None:
+    names, count = [f"http://10.0.0.{number}:8000" for number in range(nodes)], 512 // images * images
+    placement = placed(names, images, each=512 // images)
+    load = Counter(placement.node_of(f"k{n}") for n in range(count))
+    assert max(load.values()) <= -(-count // nodes) and min(load.values()) >= count // nodes - nodes
+    lost = placement.lose(names[0])
+    load = Counter(placement.node_of(f"k{n}") for n in range(count))
+    assert len(lost) <= -(-count // nodes) and max(load.values()) <= -(-count // (nodes - 1))
+
+
+def test_a_popular_image_leaves_the_others_their_homes() -> None:
+    names = [f"n{number}" for number in range(10)]
+    sizes = {"popular": 320, **{f"rare-{number}": 8 for number in range(40)}}
+    placement, alone = Placement(names, sizes), Placement(names, {})
+    assert len(placement.homes("popular")) == 5
+    assert all(placement.homes(f"rare-{n}") == alone.homes(f"rare-{n}") for n in range(40))
+    assert len(placement.homes("rare-0")) == 2
 
 
 def test_a_try_that_was_lost_goes_on_along_its_groups_ranking() -> None:
@@ -49,7 +64,7 @@ def test_the_last_node_cannot_be_lost_and_none_is_refused() -> None:
     with pytest.raises(BadInput, match="no other node"):
         placement.lose(NODES[0])
     with pytest.raises(BadInput, match="no node"):
-        Placement([], 1)
+        Placement([], {})
 
 
 def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
@@ -65,6 +80,6 @@ def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
 
 def test_groups_are_spread_evenly_over_many_nodes() -> None:
     nodes = [f"n{number}" for number in range(64)]
-    placement = Placement(nodes, 0)
+    placement = Placement(nodes, {})
     first = Counter(placement.homes(f"g{number}")[0] for number in range(1280))
     assert len(first) == 64 and max(first.values()) < 45
