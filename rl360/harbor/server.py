@@ -19,7 +19,7 @@ from rl360.harbor.judge import Judge
 from rl360.harbor.replies import Replies
 from rl360.harbor.retention import keep_pruned
 from rl360.sandboxes.admission import BOUNDLESS, Gate, Reservations, Room
-from rl360.sandboxes.host import promised, take_share
+from rl360.sandboxes.host import promised, take_share, with_leftovers
 from rl360.sandboxes.providers import KINDS, open_provider, room_of
 from rl360.sandboxes.waves import Pace, Waves
 from rl360.store.object_store import ObjectStore
@@ -81,8 +81,10 @@ def _promise(text: str) -> str:
 
 def promise_of(args: argparse.Namespace, home: Path) -> Room:
     """What this server promises: of its host, beside the others of the home, or of what is elsewhere."""
-    host = room_of(args.provider, home)
-    return promised(args.promise, None) if host is None else take_share(home, str(args.port), host, args.promise)
+    name, host = str(args.port), room_of(args.provider, home)
+    if host is None:
+        return promised(args.promise, None)
+    return take_share(home, name, with_leftovers(host, home / "sandboxes" / name), args.promise)
 
 
 def replies_of(args: argparse.Namespace) -> Replies:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import socket
 from pathlib import Path
 
 import orjson
 
+from rl360.engines.processes import boot_id
 from rl360.errors import BadInput
 from rl360.sandboxes.admission import Room
 
@@ -30,6 +30,17 @@ def host_room(folder: Path, root: Path = Path("/")) -> Room:
     disk = os.statvfs(folder)
     milli_cpus = min(1000 * len(os.sched_getaffinity(0)), _milli_cpus(root))
     return Room(milli_cpus, memory >> 20, pids, disk.f_bavail * disk.f_frsize >> 20)
+
+
+def with_leftovers(host: Room, root: Path) -> Room:
+    """`host` once the server at `root` has deleted what its last life left in workspaces."""
+    left = 0
+    for kept in ("live", "trash"):
+        for folder, _, names in os.walk(root / kept):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    left += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+    return host._replace(disk_mb=host.disk_mb + (left >> 20))
 
 
 def promised(text: str, host: Room | None) -> Room:
@@ -58,7 +69,8 @@ def promised(text: str, host: Room | None) -> Room:
 def take_share(home: Path, name: str, host: Room, text: str) -> Room:
     """What this process, the server `name`, promises from now on until it ends. `BadInput` when others of this home and
     host leave it too little."""
-    folder = home / "promises" / socket.gethostname()
+    # a host's other name is no other host; another namespace may be a container with limits of its own
+    folder = home / "promises" / f"{boot_id()}-{os.stat('/proc/self/ns/pid').st_ino}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)) as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)

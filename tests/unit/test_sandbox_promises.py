@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rl360.engines.processes import boot_id
 from rl360.errors import BadInput
 from rl360.harbor.server import parse_args, promise_of
 from rl360.sandboxes.admission import Room
@@ -89,9 +90,27 @@ def test_disk_that_others_used_meanwhile_counts_once(servers: Servers) -> None:
     assert servers.start("b", "50%", HOST._replace(disk_mb=6_000)) == "2000 4000 500 4500"
 
 
+def test_a_host_that_gets_another_name_is_no_other_host(servers: Servers) -> None:
+    servers.start("a", "")
+    (folder,) = (servers.home / "promises").iterdir()
+    assert folder.name.startswith(boot_id()) and os.uname().nodename not in folder.name
+
+
+def test_what_a_servers_last_life_left_is_disk_that_it_may_promise_again(tmp_path: Path) -> None:
+    left = tmp_path / "sandboxes" / "13300" / "live" / "attempt" / "app"
+    left.mkdir(parents=True)
+    (left / "core").write_bytes(b"x" * (64 << 20))
+    os.sync()
+    free = host_room(tmp_path).disk_mb
+    text = f"disk_mb={free + 40}"
+    with pytest.raises(BadInput, match="part of disk_mb"):
+        promise_of(parse_args(["--port", "13301", "--promise", text]), tmp_path)
+    assert promise_of(parse_args(["--port", "13300", "--promise", text]), tmp_path).disk_mb == free + 40
+
+
 def test_a_promise_is_its_owners_alone_to_read(servers: Servers) -> None:
     servers.start("a", "")
-    folder = servers.home / "promises" / os.uname().nodename
+    (folder,) = (servers.home / "promises").iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
