@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "/rl360/admit": _ANY,
 }
 GATEWAY = ("die", "500", "html", "list", "hang", "forget")
-MEND_DEADLINE_S = 30.0  # nothing hangs in the last push, and all are to come along, on a busy machine too
+MEND_DEADLINE_S = 20.0  # nothing hangs in the last push, and all are to come along, on a busy machine too
 
 
 def write_model(folder: Path) -> None:
