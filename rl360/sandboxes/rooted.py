@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from itertools import count, product
 from pathlib import Path
@@ -30,7 +30,7 @@ from rl360.sandboxes.workspace import FOLDER, MAX_FILES, MAX_LEVELS, remove_tree
 log = logging.getLogger("rl360.sandbox")
 LOCK_DEADLINE_S = 2.0
 DELETERS, DELETE_S, CLOSE_S = 2, 3600.0, 5.0
-WATCH_S, EVERY = 1.0, 10  # the disk is looked at; each so often everybody is measured
+WATCH_S, EVERY, MEASURERS = 1.0, 10, 4  # the disk is looked at; each so often everybody is measured
 FLOOR_BYTES, FLOOR_FILES, FLOOR_SHARE = 256 << 20, 10_000, 50  # less free, or less than a 50th, and the host is full
 MAX_COPY_BYTES = 1 << 30
 
@@ -153,6 +153,7 @@ class Watch:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.meters: set[DiskMeter] = set()
+        self.pool = ThreadPoolExecutor(MEASURERS, "measuring")  # no setup waits behind what others made
         self._job: asyncio.Task[None] | None = None
 
     def add(self, meter: DiskMeter) -> None:
@@ -175,8 +176,8 @@ class Watch:
             now = os.statvfs(self.root).f_ffree
             if look % EVERY == 0 or free - now > MAX_FILES // 2 or self.low():
                 free = now
-                for meter in list(self.meters):
-                    await asyncio.to_thread(meter.measure)
+                for meter in [meter for meter in self.meters if not meter.over]:  # that stays
+                    await asyncio.get_running_loop().run_in_executor(self.pool, meter.measure)
                     if meter.over and meter.job is not None:
                         meter.job.cancel()
 
@@ -203,7 +204,7 @@ class DiskMeter:
             await asyncio.wait({job})
         finally:
             job.cancel()
-        await asyncio.to_thread(self.measure)
+        await asyncio.get_running_loop().run_in_executor(self._disk.pool, self.measure)
         if self.over and ends:
             raise StorageFull("its workspace is full")
         return job.result()
