@@ -41,7 +41,7 @@ def workspace_files(environment: Path, workdir: str) -> Files:
         raise BadInput(f"{environment / '.dockerignore'}: is not read; remove it, and let COPY name what is wanted")
     files, at = Files({"": None}), "/"
     text = re.sub(r"(?m)^[ \t]*(#.*)?\n", "", text_of(path) + "\n")  # within an instruction too
-    for number, line in enumerate(re.sub(r"\\[ \t]*\n", "", text).split("\n")[:-1]):
+    for number, line in enumerate(re.findall(r".*\S.*", re.sub(r"\\[ \t]*\n", "", text))):
         keyword, *words = line.split()
         try:
             if keyword.upper() == "WORKDIR":
@@ -74,20 +74,17 @@ def _copy(files: Files, words: list[str], at: str, workdir: str, context: Files)
     for source in sources:
         pattern = posixpath.normpath(f"/{source}").replace("[^", "[!").replace("//", "/")
         here = [name for name in context if PurePosixPath(f"/{name}").match(pattern)]
-        if not here and (
-            len(sources) == 1 or not re.search(r"[*?[]", source)
-        ):  # of several, a pattern may find nothing
+        sure = len(sources) == 1 or not re.search(r"[*?[]", source)  # of several, a pattern may find nothing
+        if sure and not here:
             raise BadInput(f"environment/ has no {source}")
         found += here
-    below = target.endswith("/") or target.rpartition("/")[2] in (".", "..")
-    if len(found) > 1 and not below:
+    if not (below := re.search(r"(^|/)\.{0,2}$", target)) and len(found) > 1:
         raise BadInput(f"{len(found)} sources need a folder to go to; write {target}/")
-    below = below or files.get(into, context) is None
     for name in found:
-        path = context[name]
-        if path is not None and path.is_symlink():
+        if (path := context[name]) and path.is_symlink():
             raise BadInput(f"{name} is a link; copy what it points to")
-        base = posixpath.join(into, posixpath.basename(name)) if path is not None and below else into
+        inside = path and (below or files.get(into, path) is None)
+        base = posixpath.join(into, posixpath.basename(name)) if inside else into
         for known, inner in context.items():
             if known == name or known.startswith(f"{name}/".lstrip("/")):
                 _put(files, posixpath.join(base, known[len(name) :].strip("/")).rstrip("/"), inner)

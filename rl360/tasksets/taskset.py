@@ -82,13 +82,11 @@ class TaskSet:
 
 def _domain(task: Task, default: str) -> str:
     """What rewards are reported by: `metadata.domain` of task.toml, else `metadata.family`, else the source's name."""
-    for key in ("domain", "family"):
-        if key in task.config.metadata:
-            value = task.config.metadata[key]
-            if not isinstance(value, str) or not value:
-                raise BadInput(f"{task.path / 'task.toml'}: metadata.{key} = {value!r} is not a name; give a text")
-            return value
-    return default
+    metadata = task.config.metadata
+    key = next((key for key in ("domain", "family") if key in metadata), "domain")
+    if not isinstance(value := metadata.get(key, default), str) or not value:
+        raise BadInput(f"{task.path / 'task.toml'}: metadata.{key} = {value!r} is not a name; give a text")
+    return value
 
 
 def load_taskset(spec: str | Sequence[str]) -> TaskSet:

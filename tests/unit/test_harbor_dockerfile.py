@@ -49,6 +49,7 @@ def test_without_copy_nothing_is_there(tmp_path: Path) -> None:
         ("COPY /a.txt ../../a.txt ../app/in/", {"in": None, "in/a.txt": "a.txt"}),
         ("COPY a.txt \\\n# why\n\n  b.txt \\\n  ./", {"a.txt": "a.txt", "b.txt": "b.txt"}),
         ("COPY [^b].txt q*.md ./", {"a.txt": "a.txt"}),
+        ("COPY a.txt ./ \\", {"a.txt": "a.txt"}),
         ("COPY d .", BELOW_D),
         ("COPY d/ to", {"to": None, **{f"to/{name}": path for name, path in BELOW_D.items()}}),
         ("COPY empty to", {"to": None}),
