@@ -176,7 +176,7 @@ class Watch:
             now = os.statvfs(self.root).f_ffree
             if look % EVERY == 0 or free - now > MAX_FILES // 2 or self.low():
                 free = now
-                for meter in [meter for meter in self.meters if not meter.over]:  # that stays
+                for meter in list(self.meters):
                     await asyncio.get_running_loop().run_in_executor(self.pool, meter.measure)
                     if meter.over and meter.job is not None:
                         meter.job.cancel()
