@@ -22,9 +22,9 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        where = "installed beside rl360, on PYTHONPATH, or in the folder where `rl360 up` and `rl360 run` are typed"
+        where = "beside rl360, on PYTHONPATH, or in the folder where `rl360 up` and `rl360 run` are typed"
         raise BadInput(
-            f"{what} {path!r} cannot be imported: {error}; give module:function, the module {where}"
+            f"{what} {path!r} cannot be imported: {error}; give module:function, installed {where}"
         ) from None
     if not callable(found):
         raise BadInput(f"{what} {path!r} is {type(found).__name__}, not a function; give module:function")

@@ -188,7 +188,7 @@ def test_a_module_of_the_folder_one_types_in_is_found_and_hides_no_other(tmp_pat
     assert asked_in(here, code) == "mine\n"
     assert asked_in(away, code, **{FOLDER: str(here)}) == "mine\n", "a service, which runs in another folder"
     told = asked_in(away, code)
-    assert "agent 'mine:run' cannot be imported: No module named 'mine'; give module:function, the module " in told
+    assert "agent 'mine:run' cannot be imported: No module named 'mine'; give module:function, installed " in told
     assert "beside rl360, on PYTHONPATH, or in the folder where `rl360 up` and `rl360 run` are typed\n" in told
 
 

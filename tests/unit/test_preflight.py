@@ -243,7 +243,13 @@ def test_not_followed_is_not_silent(tmp_path: Path, capsys: pytest.CaptureFixtur
         launch(services_of_prefect(tmp_path, url), RunConfig(), follow=False)
     assert asked[-1][0] == "/deployments/d/create_flow_run"
     told = capsys.readouterr().out
-    for part in ("(1)", f"{url}/runs/flow-run/1", "it waits for other: ", "`rl360 run watch demo`", "`rl360 run list`"):
+    for part in (
+        "(1)",
+        f"{url}/runs/flow-run/1",
+        "queued behind other: ",
+        "`rl360 run watch demo`",
+        "`rl360 run list`",
+    ):
         assert part in told
 
 
