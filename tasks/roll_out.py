@@ -88,8 +88,9 @@ async def _run_wave(job: Job, wave: int, waves: Waves, weight_version: str, log:
     path = job.config.rollout.function
     function = load_function(path, "rollout.function") if path else all_at_once
     try:
-        client = RolloutClient(job.services, job.config, job.step, wave, weight_version, specs, places)
+        client = RolloutClient(job.services, job.config, job.step, wave, weight_version, specs)
         async with client:
+            client.places = places
             await function(specs, partial(one, client))
     except ExceptionGroup as failed:
         raise gravest(failed) from None

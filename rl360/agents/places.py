@@ -10,7 +10,6 @@ asked as before.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
 import threading
@@ -20,7 +19,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-log = logging.getLogger("rl360.places")
 EVERY_S = 0.5
 AHEAD = 4  # windows of starts that may wait in a server for their turn: seconds, unless starts take long
 UNKNOWN = 1 << 30
@@ -43,16 +41,16 @@ class _Server:
     told: Told = field(default_factory=Told)
     until: float = 0.0  # when that is old
     silent_at: float = math.inf  # since when it does not answer
-    passed_at: float = math.inf  # when one was last sent there, or began to wait
+    passed_at: float = 0.0  # when one was last let through
 
 
 class Places:
-    """What servers said, and what was let through since. `say` is told of a server to which none of those that wait was
-    sent for `queue_s`, once; one that does not answer for so long is asked all the same."""
+    """What servers said, and what was let through since. `say` is told, once, of one that waits and a server that had
+    no place for `queue_s`; all are let through to one that does not answer for so long."""
 
     def __init__(self) -> None:
         self.queue_s = math.inf
-        self.say: Callable[[str], object] = log.warning
+        self.say: Callable[[str], object] = lambda _: None
         self._lock = threading.Lock()
         self._servers: defaultdict[str, _Server] = defaultdict(_Server)
 
@@ -61,38 +59,34 @@ class Places:
     ) -> str | None:
         """Return when one more may be sent to `server`, which has it until `leave`: what it counts as there. None when
         only its image is at its cap: others go first. `need`: what it reserves at most, in the names of a `Room`."""
+        since = time.monotonic()
         while True:
             with self._lock:
                 at = self._servers[server]
+                group = image or at.told.image or task
                 old = time.monotonic() >= at.until
                 if old:
-                    if time.monotonic() - at.until > 10 * EVERY_S:  # nobody waited
-                        at.silent_at, at.passed_at = math.inf, time.monotonic()
                     at.told.free, at.until = 0, math.inf  # one asks for all
-                group = image or at.told.image or task
-                if not old and at.told.others.get(group, 0) + at.here[group] >= at.told.cap:
+                elif at.told.others.get(group, 0) + at.here[group] >= at.told.cap:
                     return None
-                if at.told.free > 0:
+                elif at.told.free > 0:
                     at.told.free, at.passed_at = at.told.free - 1, time.monotonic()
                     at.here[group] += 1
                     return group
-            if old:
-                try:
-                    said = await health(server)
-                    with self._lock:
-                        self._hear(server, at, said, need)
-                finally:
-                    at.until = time.monotonic() + EVERY_S
-            else:
+            if not old:
                 await asyncio.sleep(EVERY_S * random.uniform(0.1, 0.3))
-
-    def _hear(self, server: str, at: _Server, said: Any, need: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        at.silent_at = min(at.silent_at, now) if said is None else math.inf
-        at.told = told(said, at.here, need) if now - at.silent_at < self.queue_s else Told(UNKNOWN)
-        if now - at.passed_at >= self.queue_s:
-            at.passed_at = math.inf
-            self.say(f"{server}: attempts wait, none had a place for {self.queue_s:g} s; it says {said or 'nothing'}")
+                continue
+            try:
+                said = await health(server)
+            finally:
+                at.until = time.monotonic() + EVERY_S
+            with self._lock:
+                at.silent_at = min(at.silent_at, at.until) if said is None else math.inf
+                dead = at.until - at.silent_at >= self.queue_s
+                at.told = Told(UNKNOWN) if dead else told(said, at.here, need)
+            if at.until - max(since, at.passed_at) > self.queue_s:
+                at.passed_at = math.inf
+                self.say(f"{server}: none had a place for {self.queue_s:g} s, others wait; it says {said or 'nothing'}")
 
     def leave(self, server: str, group: str) -> None:
         with self._lock:

@@ -122,17 +122,9 @@ class RolloutClient:
     """Talks to the session and sandbox servers of one deployment, for one wave at one weight version."""
 
     def __init__(
-        self,
-        services: Services,
-        config: RunConfig,
-        step: int,
-        wave: int,
-        weight_version: str,
-        specs: Specs = (),
-        places: Places | None = None,
+        self, services: Services, config: RunConfig, step: int, wave: int, weight_version: str, specs: Specs = ()
     ) -> None:
-        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to. places: those of
-        all waves of a flow."""
+        """specs: the wave's, in the order of its plan; they decide which sandbox server each goes to."""
         self.services = services
         self.config = config
         self.step = step
@@ -147,11 +139,10 @@ class RolloutClient:
         self._sessions = _http(headers, limit_per_host=_TO_ONE_SESSION_SERVER)
         self._sandboxes = _http(headers)  # every attempt that runs holds a connection
         self._stores = StoreGroups(self._ask_stores)
-        images = {spec.slot_id: spec.image or spec.task_id for spec in specs}
-        self._placement = Placement(services.sandbox_urls, Counter(images.values()))
-        for slot, image in images.items():
-            self._placement.place(slot, image)
-        self.places = places or Places()
+        self._placement = Placement(services.sandbox_urls, Counter(spec.image or spec.task_id for spec in specs))
+        for spec in specs:
+            self._placement.place(spec.slot_id, spec.image or spec.task_id)
+        self.places = Places()  # or those of all waves of a flow
         box = config.sandbox
         self._need = {"milli_cpus": 1000 * box.reserved_cpus, "memory_mb": box.memory_mb, "pids": box.pids}
         self._lines: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # before each server
@@ -260,7 +251,7 @@ class RolloutClient:
             else:
                 self.places.leave(server, place)
 
-    async def _health(self, server: str) -> dict[str, Any] | None:
+    async def _health(self, server: str) -> Any:
         return await _told(self._sandboxes, f"{server}/health")
 
     async def _flush(self, attempt_id: str, server: str) -> None:
@@ -383,7 +374,8 @@ class RolloutClient:
     async def _sampled_tokens(self, attempt_id: str, session_id: str) -> int | None:
         """What a session that could not be stored says it sampled; None when it cannot be asked."""
         url = f"{spread(self.services.session_urls, attempt_id)}/sessions/{session_id}"
-        sampled = (await _told(self._sessions, url) or {}).get("sampled_tokens")
+        told = await _told(self._sessions, url)
+        sampled = told.get("sampled_tokens") if isinstance(told, dict) else None
         return sampled if type(sampled) is int and sampled >= 0 else None
 
     async def _ask_sessions(self, url: str, body: dict[str, Any]) -> bytes:
@@ -413,16 +405,14 @@ async def _answer(
         return reply.status, await reply.read()
 
 
-async def _told(http: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
-    """What it answers when it is asked, nothing where that is no object; None when it does not answer."""
-    try:
+async def _told(http: aiohttp.ClientSession, url: str) -> Any:
+    """What it answers when it is asked; None when it does not answer."""
+    told: Any = None
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
         status, answer = await _answer(http, "GET", url, None, _FLUSH_TIMEOUT_S)
-        told = None if status >= 500 else orjson.loads(answer)
-    except orjson.JSONDecodeError:
-        return {}
-    except (aiohttp.ClientError, TimeoutError):
-        return None
-    return told if told is None or isinstance(told, dict) else {}
+        told = None if status >= 500 else {}  # what follows may be no JSON
+        told = orjson.loads(answer) if status < 300 else told
+    return told
 
 
 async def _send(

@@ -252,7 +252,6 @@ class Attempts:
     def counts(self) -> dict[str, object]:
         """What `/health` tells."""
         waves, reservations, replies = self.gate.waves, self.gate.reservations, self.replies
-        per_image = waves.pace.per_group
         return {
             "running": self.running,
             "queued": self.waiting,
@@ -265,10 +264,10 @@ class Attempts:
             "room_left": reservations.left._asdict(),
             "promised_to": len(reservations.held),
             "queue_limit": self.queue_limit,
-            "per_image": per_image,
+            "per_image": waves.pace.per_group,
             "image": self.runner.provider.image,
             # nobody needs them where the cap holds nothing back
-            "images": dict(self.gate.asked()) if per_image < self.max_concurrent else {},
+            "images": dict(self.gate.asked()) if waves.pace.per_group < self.max_concurrent else {},
             "outcomes": {str(name): count for name, count in self.outcomes.items()},
             "losses": {str(name): count for name, count in self.losses.items()},
             "unknown_statuses": dict(self.unknown),

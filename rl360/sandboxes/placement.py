@@ -1,7 +1,7 @@
 """Placement: which node an attempt goes to, so that it finds its image there. Pure; the same calls give the same nodes.
 
 Each image group has `homes` nodes, the first of its own ranking (rendezvous hashing): whoever knows the nodes and what
-is to be placed knows them. An attempt goes to the home with fewer attempts; a home that has `slack` times its share of
+is to be placed knows them. An attempt goes to the home with fewer attempts; a home that has `SLACK` times its share of
 all is passed by, so no node is overrun by a popular image. Two homes cost two pulls an image and mean that a lost node
 leaves one warm: its groups stay with their other home, and only one that has none left gets another. A group that fills
 more nodes than these has as many homes as it fills, and passes by whoever has a full share: no node idles beside a task
@@ -17,24 +17,20 @@ from hashlib import blake2b
 
 from rl360.errors import BadInput
 
+SLACK = 1.25
+
 
 class Placement:
     """`expected`: attempts that are to be placed, by group; a share is of these, or of those placed when they are more.
     `lost`: of `nodes`, those that are away."""
 
     def __init__(
-        self,
-        nodes: Iterable[str],
-        expected: Mapping[str, int],
-        *,
-        homes: int = 2,
-        slack: float = 1.25,
-        lost: Iterable[str] = (),
+        self, nodes: Iterable[str], expected: Mapping[str, int], *, homes: int = 2, lost: Iterable[str] = ()
     ) -> None:
         self._nodes, self._lost = set(nodes), set(lost)
         if not self._nodes - self._lost:
             raise BadInput("there is no node to place anything on")
-        self._expected, self._total, self._homes, self.slack = expected, sum(expected.values()), homes, slack
+        self._expected, self._total, self._homes = expected, sum(expected.values()), homes
         self._rankings: dict[str, list[str]] = {}
         self._at: dict[str, tuple[str, str]] = {}  # key -> group, node
         self._load: Counter[str] = Counter()
@@ -51,13 +47,12 @@ class Placement:
     def homes(self, group: str) -> list[str]:
         """Of its homes those that are there, else the next node of its ranking."""
         ranking = self._ranking(group)
-        many = max(self._homes, math.ceil(self._fills(group)))
-        there = [node for node in ranking[:many] if node not in self._lost]
+        there = [node for node in ranking[: max(self._homes, math.ceil(self._fills(group)))] if node not in self._lost]
         return there or [next(node for node in ranking if node not in self._lost)]
 
     def limit(self, group: str) -> int:
         """Attempts that a node may have when the next one of this group is placed."""
-        slack, nodes = 1.0 if self._fills(group) >= self._homes else self.slack, len(self._nodes) - len(self._lost)
+        slack, nodes = 1.0 if self._fills(group) >= self._homes else SLACK, len(self._nodes) - len(self._lost)
         return math.ceil(slack * max(self._total, len(self._at) + 1) / nodes)
 
     def place(self, key: str, group: str) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from rl360.agents.rollout import AttemptSpec
 from rl360.config.run import RunConfig
 from rl360.config.services import Services
 from rl360.harbor.outcome import ExitStatus
-from rl360.ledger.outcomes import HAS_VERDICT
+from rl360.ledger.outcomes import HAS_VERDICT, Outcome
 from rl360.sessions.sample import AttemptRecord
 from tasks import roll_out as roll_out_task
 from tests.contract.test_judge import Sessions
@@ -32,7 +34,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.skipif(why_not() is not None, re
 QUEUE_S, AGENT_S = 2.5, 3.0  # whoever waits for one that runs is too late
 
 
-def play(home: Path, server: Server, waves: int = 2, size: int = 3) -> list[AttemptRecord]:
+def play(home: Path, server: Server, waves: int = 2, size: int = 3, queue_s: float = QUEUE_S) -> list[AttemptRecord]:
     """The records of waves that run at once, each in its thread, as the flow runs them."""
     (home / "secrets.json").write_text(json.dumps({"token": TOKEN, "s3_access_key": "a", "s3_secret_key": "b"}))
     (home / "secrets.json").chmod(0o600)
@@ -54,7 +56,7 @@ def play(home: Path, server: Server, waves: int = 2, size: int = 3) -> list[Atte
     config = RunConfig.parse(
         {
             "run": "demo",
-            "deadlines": {"queue_s": QUEUE_S},
+            "deadlines": {"queue_s": queue_s},
             "rollout": {"infra_retries": 0, "max_infra_rate": 1.0, "max_concurrent": 16},
             "sandbox": {"memory_mb": 400},
         }
@@ -115,3 +117,26 @@ def test_without_that_the_queue_clock_loses_them(tmp_path: Path, monkeypatch: py
     finally:
         server.stop()
     assert sum(record.exit_status == ExitStatus.QUEUE_TIMEOUT for record in records) >= 3
+
+
+def test_a_restart_of_the_server_loses_no_attempt_that_waits(tmp_path: Path) -> None:
+    """Two run when it is killed: these are lost. The other eight would take 12 s in its queue."""
+    server = Server(tmp_path / "home", free_port(), max_concurrent=2)
+    server.start()
+
+    def restart() -> None:
+        server.until(running=2)
+        server.stop(signal.SIGKILL)
+        time.sleep(1.0)
+        server.start()
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            restarted = thread.submit(restart)
+            records = play(tmp_path, server, size=5, queue_s=6.0)
+            restarted.result()
+    finally:
+        server.stop()
+    lost = [record for record in records if record.outcome not in HAS_VERDICT]
+    assert len(records) == 10 and not [record for record in records if record.exit_status == ExitStatus.QUEUE_TIMEOUT]
+    assert {record.outcome for record in lost} == {Outcome.SANDBOX_LOST} and len(lost) == 2, [r.detail for r in lost]

@@ -181,6 +181,7 @@ def in_the_flow(
 
     async def go() -> tuple[Counter[str], float]:
         loop, shared, line, ended = asyncio.get_running_loop(), Places(), asyncio.Lock(), Counter[str]()
+        shared.queue_s = 5.0  # what waits longer opens no door
         patch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
         began = loop.time()
 
@@ -237,6 +238,6 @@ def test_a_wait_without_a_place_is_told_once_with_what_the_server_says(
     with pytest.raises(TimeoutError):
         run_virtual(go(health(8)))
     (told_once,) = said
-    assert told_once.startswith("s: attempts wait, none had a place for 10 s; it says {'running': 8,")
+    assert told_once.startswith("s: none had a place for 10 s, others wait; it says {'running': 8,")
     run_virtual(go(None))
     assert said[1].endswith("it says nothing"), "and what never answers is asked, as it was"
