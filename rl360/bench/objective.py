@@ -225,7 +225,7 @@ def _train(
     import torch
 
     from rl360.bench.bare_trainer import BareTrainer, in_order
-    from rl360.training.megatron import parallel
+    from rl360.training.megatron import alone
     from rl360.training.megatron.model import Layout
     from rl360.training.megatron.policy import Optim, Policy
     from rl360.training.objective import policy_sums
@@ -236,7 +236,7 @@ def _train(
     torch.set_num_threads(1)
     spent: tuple[list[float], list[float]] = [], []
     try:
-        with parallel.single_process():
+        with alone.single_process():
             optim = Optim(RunConfig().trainer.lr)
             policy, bare = Policy(model, Layout(), optim), BareTrainer(model, optim)
             data = _with_rollout(data, sequence_logprobs(policy, data, budget), rng)

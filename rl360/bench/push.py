@@ -175,7 +175,7 @@ def trained_steps(model_dir: Path, learning_rate: float, count: int) -> list[dic
     from rl360.policy.demonstrations import demonstrations
     from rl360.policy.tokenizer import RawEncoder
     from rl360.training.logprobs import sequence_logprobs
-    from rl360.training.megatron import parallel
+    from rl360.training.megatron import alone
     from rl360.training.megatron.model import Layout
     from rl360.training.megatron.policy import Optim, Policy
     from rl360.training.objective import policy_sums
@@ -185,7 +185,7 @@ def trained_steps(model_dir: Path, learning_rate: float, count: int) -> list[dic
     tokenizer = RawEncoder(Tokenizer.from_file(str(model_dir / "tokenizer.json")))
     drawn = [(ids, mask, float(rng.normal())) for ids, mask in demonstrations(0, SAMPLES, 0.4, tokenizer)]
     pushed = []
-    with parallel.single_process():
+    with alone.single_process():
         policy = Policy(model_dir, Layout(), Optim(learning_rate))
         for _ in range(count + 1):
             data = [TrainSequence(ids, mask, advantage=advantage) for ids, mask, advantage in drawn]

@@ -31,7 +31,7 @@ def megatron_logprobs(hf_dir: str | Path, seqs: Sequence[np.ndarray], max_tokens
 
     Runs in this process, alone (no port, no other process); refuses when the process is part of a group already.
     """
-    from rl360.training.megatron import parallel
+    from rl360.training.megatron import alone
     from rl360.training.megatron.model import Layout
     from rl360.training.megatron.policy import Policy
     from rl360.training.packing import TrainSequence
@@ -42,6 +42,6 @@ def megatron_logprobs(hf_dir: str | Path, seqs: Sequence[np.ndarray], max_tokens
     ]
     if not samples:
         return []
-    with parallel.single_process():
+    with alone.single_process():
         policy = Policy(Path(hf_dir), Layout())
         return sequence_logprobs(policy, samples, max(max_tokens, max(len(s.tokens) for s in samples)))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from rl360.errors import BadInput
 
+A = TypeVar("A")  # an array here, a tensor on the device
 PAD_ID = 0  # any valid id: padding sits to the right of a row's tokens, where a causal model never looks
 
 
@@ -47,7 +49,7 @@ class TrainSequence:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class Rectangle(Generic[A]):
     """A rectangle of next-token predictions: column t of `targets` is predicted from columns 0..t of `inputs`.
 
     inputs, targets int64 [rows, width]; mask uint8, logprobs, advantages and weights float32 [rows, width].
@@ -60,19 +62,22 @@ class MicroBatch:
     """
 
     indices: tuple[int, ...]
-    inputs: np.ndarray
-    targets: np.ndarray
-    mask: np.ndarray
-    logprobs: np.ndarray
-    advantages: np.ndarray
-    weights: np.ndarray
-    routing: np.ndarray | None = None
-    versions: np.ndarray | None = None
-    old: np.ndarray | None = None
-    reference: np.ndarray | None = None
-    token_rewards: np.ndarray | None = None
-    values: np.ndarray | None = None
-    returns: np.ndarray | None = None
+    inputs: A
+    targets: A
+    mask: A
+    logprobs: A
+    advantages: A
+    weights: A
+    routing: A | None = None
+    versions: A | None = None
+    old: A | None = None
+    reference: A | None = None
+    token_rewards: A | None = None
+    values: A | None = None
+    returns: A | None = None
+
+
+MicroBatch = Rectangle[np.ndarray]
 
 
 def _width(length: int, multiple: int) -> int:

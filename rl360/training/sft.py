@@ -62,7 +62,7 @@ def train_sft(
     """
     import numpy as np
 
-    from rl360.training.megatron import parallel
+    from rl360.training.megatron import alone
     from rl360.training.megatron.hf_dir import write_dir
     from rl360.training.megatron.hf_map import digest_of
     from rl360.training.megatron.model import Layout
@@ -78,7 +78,7 @@ def train_sft(
     budget = max(MAX_TOKENS, max(len(s.tokens) for s in samples))
     losses: list[float] = []
     tokens = trained_tokens = 0
-    with parallel.single_process(seed):
+    with alone.single_process(seed):
         policy = Policy(Path(hf_dir), Layout(), Optim(lr=lr))
         started = time.monotonic()
         for step, indices in enumerate(_draws(len(samples), batch_size, steps, seed), 1):

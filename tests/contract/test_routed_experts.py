@@ -121,7 +121,7 @@ def test_each_row_is_there_once_and_where_it_belongs(moe: Rig) -> None:
 def test_the_trainer_replays_what_the_engine_routed(moe: Rig) -> None:
     """The engine's log-probs come back under its own experts, and not when these are a row or a layer off."""
     from rl360.training.logprobs import sequence_logprobs
-    from rl360.training.megatron import hf_map, parallel
+    from rl360.training.megatron import alone, hf_map
     from rl360.training.megatron.hf_dir import read_tensors
     from rl360.training.megatron.model import Layout
     from rl360.training.megatron.policy import Policy
@@ -138,7 +138,7 @@ def test_the_trainer_replays_what_the_engine_routed(moe: Rig) -> None:
             found.append(np.abs(moved[sample.loss_mask[1:] == 1]))
         return float(np.concatenate(found).mean())
 
-    with parallel.single_process():
+    with alone.single_process():
         policy = Policy(model_dir(moe), Layout())
         served = {name: tensor.bfloat16().float() for name, tensor in read_tensors(model_dir(moe)).items()}
         hf_map.load_hf(policy.core, served, policy.shape, policy.layout)

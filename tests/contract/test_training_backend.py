@@ -20,7 +20,7 @@ from rl360.errors import BadInput
 from rl360.objective.losses import policy_loss
 from rl360.objective.presets import PRESETS
 from rl360.training.logprobs import sequence_logprobs
-from rl360.training.megatron import cpu_hook, hf_map, parallel
+from rl360.training.megatron import alone, cpu_hook, hf_map, parallel
 from rl360.training.megatron.hf_dir import read_tensors, write_dir
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout, ModelShape, check_layout, read_shape
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(model: Path) -> Iterator[Policy]:
-    with parallel.single_process():
+    with alone.single_process():
         yield Policy(model, Layout(), Optim(lr=1e-2))
 
 

@@ -14,7 +14,7 @@ import torch
 from rl360.config.run import ObjectiveConfig
 from rl360.objective.gae import masked_gae
 from rl360.training.critic import Critic, value_sums
-from rl360.training.megatron import parallel
+from rl360.training.megatron import alone
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import EMBEDDING, VALUE_HEAD, digest_of
 from rl360.training.megatron.model import Layout
@@ -30,7 +30,7 @@ GAE = ObjectiveConfig(estimator="gae")
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    with parallel.single_process():
+    with alone.single_process():
         yield
 
 

@@ -17,7 +17,7 @@ from rl360.store.layout import checkpoint_prefix, run_config_key, step_key
 from rl360.training import saved
 from rl360.training.critic import Critic
 from rl360.training.director import Conflict, Director, StepBody
-from rl360.training.megatron import parallel
+from rl360.training.megatron import alone
 from rl360.training.megatron.hf_map import VALUE_HEAD, digest_of
 from rl360.training.megatron.model import Layout
 from rl360.training.megatron.policy import Policy, StepSums
@@ -34,7 +34,7 @@ PPO = {"preset": "ppo", "critic_lr": 1e-2, "critic_updates": 2}
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    with parallel.single_process():
+    with alone.single_process():
         yield
 
 

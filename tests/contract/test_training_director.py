@@ -23,7 +23,7 @@ from rl360.sessions.sample import encode_samples
 from rl360.store.codec import sha256_hex
 from rl360.store.layout import merged_key, run_config_key, step_key
 from rl360.training.director import Conflict, Director, ExportBody, StepBody
-from rl360.training.megatron import parallel
+from rl360.training.megatron import alone
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout
@@ -40,7 +40,7 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = write_model(tmp_path_factory.mktemp("model"))
-    with parallel.single_process():
+    with alone.single_process():
         yield folder
 
 

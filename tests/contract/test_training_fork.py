@@ -13,7 +13,7 @@ from rl360.tasksets.plan import plan_step
 from rl360.tasksets.taskset import load_taskset
 from rl360.training import saved
 from rl360.training.director import Director, StepBody
-from rl360.training.megatron import parallel
+from rl360.training.megatron import alone
 from rl360.training.megatron.model import Layout
 from rl360.training.replica import Replica
 from tests.unit.memory_store import MemoryStore
@@ -39,7 +39,7 @@ def step(trainer: Director, store: MemoryStore, run: str, number: int, data: int
 
 def test_a_fork_continues_weights_moments_and_adams_count(tmp_path: Path) -> None:
     model, store = write_model(tmp_path / "model"), MemoryStore()
-    with parallel.single_process():
+    with alone.single_process():
         parent = start(store, "r1", model)
         trainer = new_trainer(store)
         for number in (0, 1):

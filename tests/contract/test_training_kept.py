@@ -24,7 +24,7 @@ from rl360.replay.trainer import take
 from rl360.store.layout import actor_prefix, run_config_key, step_key
 from rl360.training.actors import read_actor, rebuilt_from
 from rl360.training.director import Director
-from rl360.training.megatron import parallel
+from rl360.training.megatron import alone
 from rl360.training.megatron.hf_dir import write_dir
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout
@@ -48,7 +48,7 @@ KEPT: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = write_model(tmp_path_factory.mktemp("model"))
-    with parallel.single_process():
+    with alone.single_process():
         yield folder
 
 

@@ -23,7 +23,7 @@ from rl360.store.codec import sha256_hex
 from rl360.store.layout import reference_key
 from rl360.training import actors
 from rl360.training.director import Director, StepBody
-from rl360.training.megatron import parallel
+from rl360.training.megatron import alone
 from rl360.training.megatron.hf_dir import write_dir
 from rl360.training.megatron.model import Layout
 from rl360.training.megatron.policy import DeviceBatch, Goal, Optim, Policy
@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]
     folder = tmp_path_factory.mktemp("models")
     made = {"start": write_model(folder / "start"), "other": write_model(folder / "other", seed=5)}
     made["moe"] = write_model(folder / "moe", experts=4)
-    with parallel.single_process():
+    with alone.single_process():
         yield made
 
 
@@ -263,7 +263,7 @@ def test_the_whole_losss_gradient_matches_finite_differences(kind: str, loss: st
     advantages, weights = (torch.rand(3, 6, dtype=torch.float64, generator=rng) - shift for shift in (0.5, 0.0))
     versions = torch.zeros(3, 6, dtype=torch.int32)
     held = DeviceBatch(
-        targets, targets, (torch.rand(3, 6, generator=rng) > 0.3).to(torch.uint8), values["logprobs"], advantages,
+        (), targets, targets, (torch.rand(3, 6, generator=rng) > 0.3).to(torch.uint8), values["logprobs"], advantages,
         weights, versions=versions, old=values["old"], reference=values["reference"],
     )  # fmt: skip
     fields = {"old_policy": "kept", "loss": loss, "clip_low": 0.9, "clip_high": 9.0, "entropy_coef": 0.1}

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject, ReplayMismatch
 from rl360.training.logprobs import sequence_logprobs
-from rl360.training.megatron import hf_map, parallel
+from rl360.training.megatron import alone, hf_map
 from rl360.training.megatron.hf_dir import read_tensors
 from rl360.training.megatron.hf_map import digest_of
 from rl360.training.megatron.model import Layout
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(model: Path) -> Iterator[Policy]:
-    with parallel.single_process():
+    with alone.single_process():
         yield Policy(model, Layout(), Optim(lr=1e-2))
 
 

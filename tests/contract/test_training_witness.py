@@ -25,7 +25,7 @@ from rl360.ledger.step import StepLedger, build_step_ledger
 from rl360.objective.filters import FilterResult, TrainRow, filter_groups
 from rl360.sessions.sample import AttemptRecord
 from rl360.store.codec import pack, sha256_hex
-from rl360.training.megatron import parallel, policy
+from rl360.training.megatron import alone, policy
 from rl360.training.megatron.model import Layout
 from rl360.training.megatron.modules import CausalAttention
 from rl360.training.megatron.witness import Witness
@@ -47,7 +47,7 @@ Spoil = Callable[[MicroBatch], MicroBatch]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = write_model(tmp_path_factory.mktemp("model"))
-    with parallel.single_process():
+    with alone.single_process():
         yield folder
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ COLLECTIVE_DEADLINE_S = 600
 T = TypeVar("T")
 
 
-def _start_megatron(layout: Layout, seed: int) -> None:
+def start_megatron(layout: Layout, seed: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     world = torch.distributed.get_world_size()
@@ -43,25 +42,12 @@ def enter(layout: Layout, seed: int = 0) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # else all ranks of a host meet on its first GPU
     backend = "gloo" if ON_CPU else "cpu:gloo,cuda:nccl"
     torch.distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_DEADLINE_S))
-    _start_megatron(layout, seed)
+    start_megatron(layout, seed)
 
 
 def leave() -> None:
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def single_process(seed: int = 0) -> Iterator[None]:
-    """A group of this process alone, without a port; for work that is done inside a command or a flow run."""
-    if torch.distributed.is_initialized():
-        raise BadInput("this process is already part of a process group: run the work in a process of its own")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        _start_megatron(Layout(), seed)
-        yield
-    finally:
-        leave()
 
 
 def gathered(value: T) -> list[T]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,12 +26,13 @@ from rl360.training.megatron.model import Layout, build_model, parallel_state, r
 from rl360.training.megatron.modules import token_logprobs
 from rl360.training.megatron.replay import replaying
 from rl360.training.megatron.witness import Witness, watching
-from rl360.training.packing import MicroBatch, TrainSequence, build, plan
+from rl360.training.packing import MicroBatch, Rectangle, TrainSequence, build, plan
 
 METRICS = ("loss", "weight", "tokens", "samples", "clipped", "tis", "masked", "abs_dlogp", "entropy", "kl")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+DeviceBatch = Rectangle[torch.Tensor]
 # (log-probs, entropy, micro-batch on the device) -> sums in the order of `metrics`, the first with gradient
-LossSums = Callable[[torch.Tensor, torch.Tensor, "DeviceBatch"], list[torch.Tensor]]
+LossSums = Callable[[torch.Tensor, torch.Tensor, DeviceBatch], list[torch.Tensor]]
 Parts = list[torch.Tensor]  # a value for each parameter of this rank, in their order, on the CPU
 
 
@@ -45,24 +46,6 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """A micro-batch as tensors, by the names of `MicroBatch`."""
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    mask: torch.Tensor
-    logprobs: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    routing: torch.Tensor | None = None
-    versions: torch.Tensor | None = None
-    old: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +72,9 @@ class StepSums:
 
 def _to_device(batch: MicroBatch) -> DeviceBatch:
     device = "cpu" if ON_CPU else "cuda"
-    held = {each.name: getattr(batch, each.name) for each in fields(DeviceBatch)}
-    return DeviceBatch(
-        **{name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in held.items() if a is not None}
-    )
+    held = {name: a for name, a in vars(batch).items() if isinstance(a, np.ndarray) and name != "token_rewards"}
+    moved = {name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in held.items()}
+    return DeviceBatch(batch.indices, **moved)
 
 
 class Policy:
