@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from rl360.errors import BadInput
 from rl360.objective.advantages import CRITIC
-from rl360.objective.presets import PRESETS
+from rl360.objective.presets import PRESETS, Preset
 from rl360.store.layout import RUN_PATTERN
 
 FROZEN = {"frozen": True}  # context of a validation
@@ -199,21 +199,7 @@ _FROZEN = {"disagreement_rtol", "veto", "off_policy_delta", "reduction_constant"
 class ObjectiveConfig(_Section):
     """Filter, baseline and loss (docs/objective.md). A preset gives values to the fields that are left out."""
 
-    preset: Literal[
-        "rl360",
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "rloo",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "gspo",
-        "cispo",
-        "icepop",
-        "mis",
-        "mis_geometric",
-        "ppo",
-    ] = Field("rl360", description="published recipe whose values fill the fields that are left out")
+    preset: Preset = Field("rl360", description="published recipe whose values fill the fields that are left out")
     estimator: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
         "grpo",
         description="baseline of a reward: its group's mean, the group's others, the step, group then step, a critic",
