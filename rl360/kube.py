@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl360.errors import Rl360Error
-from rl360.http_api import Endpoint
+from rl360.errors import Rl360Error, ServiceError
+from rl360.http_api import Api, Endpoint
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+PAGE = 500  # pods of one answer of a list
 
 
 @dataclass(frozen=True)
@@ -58,3 +60,32 @@ class Cluster:
 
 def _absent(body: Mapping[str, Any]) -> bool:
     return (body.get("kind"), body.get("reason")) == ("Status", "NotFound")
+
+
+async def pods(api: Api, cluster: Cluster, selector: str, deadline_s: float) -> list[dict[str, Any]]:
+    """All pods of the namespace with these labels, page by page."""
+    until = time.monotonic() + deadline_s
+    found: list[dict[str, Any]] = []
+    params = {"labelSelector": selector, "limit": str(PAGE)}
+    while True:
+        left = max(0.1, until - time.monotonic())
+        path = f"/api/v1/namespaces/{cluster.namespace}/pods"
+        reply = await api.call("GET", path, left, params=params, also=(410,))
+        if reply.status_code == 410 and params.pop("continue", "") and time.monotonic() < until:
+            found = []  # the list is too old to go on with: from the start
+            continue
+        body = api.document(reply)
+        items = body.get("items") if isinstance(body, dict) else None
+        if not isinstance(items, list):
+            raise ServiceError(f"API server {cluster.url}: the list of pods has no items (status {reply.status_code})")
+        found += items
+        more = (body.get("metadata") or {}).get("continue")
+        if not more:
+            return found
+        params["continue"] = str(more)
+
+
+def states(pod: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the kubelet says of each container: one of waiting, running, terminated; none before it says."""
+    told = (pod.get("status") or {}).get("containerStatuses") or []
+    return {str(item.get("name")): item.get("state") or {} for item in told}

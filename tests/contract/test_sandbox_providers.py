@@ -30,7 +30,7 @@ from rl360.harbor.protocol import SandboxLimits
 from rl360.kube import Cluster
 from rl360.sandboxes import leases
 from rl360.sandboxes.provider import SandboxGone, SandboxNeeds, SandboxSpec, SandboxStartError, Workspace
-from rl360.sandboxes.providers import daytona, docker, kubernetes, remote
+from rl360.sandboxes.providers import daytona, docker, remote
 from rl360.sandboxes.providers.daytona import Daytona
 from rl360.sandboxes.providers.docker import Docker
 from rl360.sandboxes.providers.kubernetes import Pods
@@ -369,7 +369,7 @@ def test_a_404_of_something_else_proves_nothing(fake: Fake, tmp_path: Path, body
 
 
 def test_leases_come_in_pages(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes, "PAGE", 2)
+    monkeypatch.setattr("rl360.kube.PAGE", 2)
 
     async def go(provider: RemoteProvider) -> None:
         for number in range(5):

@@ -405,7 +405,7 @@ def test_a_404_of_something_else_proves_nothing(launcher: KubernetesLauncher, ap
 def test_a_long_list_comes_in_pages_and_begins_again_when_it_grew_too_old(
     launcher: KubernetesLauncher, api: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes, "PAGE", 2)
+    monkeypatch.setattr("rl360.kube.PAGE", 2)
     for number in range(5):
         asyncio.run(launcher.start(START.model_copy(update={"name": f"kubernetes-{number}"}), 5))
     marks = [f"kubernetes-{number}-1" for number in range(5)]

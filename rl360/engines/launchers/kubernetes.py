@@ -15,10 +15,10 @@ import asyncio
 import copy
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import yaml
 
@@ -27,13 +27,12 @@ from rl360.engines.launchers.base import Handle, Start, fleet_id
 from rl360.engines.processes import EndProof
 from rl360.errors import BadInput, Rl360Error, ServiceError
 from rl360.http_api import Api, Refused
-from rl360.kube import Cluster
+from rl360.kube import Cluster, pods, states
 
 TEMPLATE = Path(__file__).resolve().parents[3] / "infra" / "kubernetes" / "engine-pod.yaml"
 FLEET_LABEL, MARK_LABEL = "rl360/fleet", "rl360/engine"
 GRACE_S = 30
 POLL_S = 1.0
-PAGE = 500  # pods of one answer of a list
 
 
 def render_pod(template: Mapping[str, Any], start: Start, fleet: str, namespace: str) -> dict[str, Any]:
@@ -123,23 +122,9 @@ class KubernetesLauncher:
         return handle.model_copy(update={"url": f"http://{host}:{port}"})
 
     async def find(self, deadline_s: float) -> list[Handle]:
-        until = time.monotonic() + deadline_s
-        asked = f"{self.path}?labelSelector={FLEET_LABEL}%3D{self.fleet}&limit={PAGE}"
-        found: list[Handle] = []
-        more = ""
-        while True:
-            path = f"{asked}&continue={quote(more, safe='')}" if more else asked
-            status, body = await self._call("GET", path, None, max(1.0, until - time.monotonic()))
-            if status == 410 and more and time.monotonic() < until:  # the list is too old to go on with: from the start
-                found, more = [], ""
-                continue
-            items = body.get("items")
-            if status != 200 or not isinstance(items, list):
-                raise ServiceError(f"API server {self.cluster.url}: the list of pods has no items (status {status})")
-            found += [self._handle(pod) for pod in items]
-            more = str((body.get("metadata") or {}).get("continue") or "")
-            if not more:
-                return found
+        async with self._api() as api:
+            found = await pods(api, self.cluster, f"{FLEET_LABEL}={self.fleet}", deadline_s)
+        return [self._handle(pod) for pod in found]
 
     async def proof(self, handle: Handle, deadline_s: float) -> EndProof:
         name = self._name(handle)
@@ -198,11 +183,21 @@ class KubernetesLauncher:
             raise ServiceError(f"API server {self.cluster.url}: a pod without name and uid") from None
 
     async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> tuple[int, dict[str, Any]]:
-        """Status 200-299, 404, 409 or 410, and the body. Tries again what may pass until the deadline;
+        """Status 200-299, 404 or 409, and the body. Tries again what may pass until the deadline;
         create and delete are safe to repeat by name and uid."""
+        async with self._api() as api:
+            reply = await api.call(method, path, deadline_s, body, also=(404, 409))
+            said = api.document(reply)
+        if not isinstance(said, dict):
+            raise ServiceError(f"API server {self.cluster.url}: reply is not a JSON object: {reply.text[:80]!r}")
+        return reply.status_code, said
+
+    @asynccontextmanager
+    async def _api(self) -> AsyncIterator[Api]:
+        """The API server; its refusals say what would mend them."""
         async with Api(self.cluster.endpoint({})) as api:
             try:
-                reply = await api.call(method, path, deadline_s, body, also=(404, 409, 410))
+                yield api
             except Refused as error:
                 if error.status in (401, 429):
                     raise ServiceError(str(error)) from None
@@ -214,27 +209,17 @@ class KubernetesLauncher:
                     account = f"the service account needs {rights} (infra/kubernetes/fleet.yaml)"
                     raise Rl360Error(f"{error}; {account}") from None
                 raise Rl360Error(f"{error}; look at infra/kubernetes/engine-pod.yaml") from None
-            said = api.document(reply)
-        if not isinstance(said, dict):
-            raise ServiceError(f"API server {self.cluster.url}: reply is not a JSON object: {reply.text[:80]!r}")
-        return reply.status_code, said
 
 
 def _said(body: Mapping[str, Any]) -> str:
     return str(body.get("message") or body.get("reason") or "no message")[:200]
 
 
-def _engine_state(pod: Mapping[str, Any]) -> dict[str, Any]:
-    """What the kubelet says of the container `engine`: one of waiting, running, terminated; empty before it says."""
-    told = (pod.get("status") or {}).get("containerStatuses") or []
-    return next((item.get("state") or {} for item in told if item.get("name") == "engine"), {})
-
-
 def _terminated(pod: Mapping[str, Any]) -> str:
     """How the container ended, by the kubelet's word; empty when it doesn't say so. It is never started again in this
     pod. A phase alone proves nothing: controllers set it for nodes that they lost sight of, and a kubelet that finds no
     trace of the container says ContainerStatusUnknown."""
-    ended = _engine_state(pod).get("terminated") or {}
+    ended = states(pod).get("engine", {}).get("terminated") or {}
     if not ended.get("finishedAt") or ended.get("reason") == "ContainerStatusUnknown":
         return ""
     return f"container engine ended at {ended['finishedAt']}: {ended.get('reason')}, exit code {ended.get('exitCode')}"
@@ -242,7 +227,7 @@ def _terminated(pod: Mapping[str, Any]) -> str:
 
 def _progress(pod: Mapping[str, Any]) -> dict[str, Any]:
     """`running`, `state` and `detail` of a start."""
-    status, engine = pod.get("status") or {}, _engine_state(pod)
+    status, engine = pod.get("status") or {}, states(pod).get("engine", {})
     if engine.get("running"):
         return {"running": True, "state": "Running", "detail": f"on {pod['spec'].get('nodeName')}"}
     phase = str(status.get("phase") or "Pending")

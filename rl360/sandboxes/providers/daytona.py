@@ -21,29 +21,31 @@ from urllib.parse import quote
 import orjson
 
 from rl360.errors import BadInput, ServiceError
-from rl360.http_api import Api, Endpoint, Refused
+from rl360.http_api import Api, Endpoint
 from rl360.sandboxes.leases import Lease
-from rl360.sandboxes.provider import SandboxNeeds
 from rl360.sandboxes.providers.remote import (
     AGENT_UID,
     FLOOD_BYTES,
     KILL_ALL,
+    NO_SUCH_PATH,
+    TAR_SLACK,
     Box,
     Flood,
-    Lost,
     Order,
     Output,
+    download,
+    known,
     limited,
+    packing,
+    text_of,
 )
 from rl360.sandboxes.providers.tars import Hostile, Part, pack
 
 URL = "https://app.daytona.io/api"
 IMAGE = "python:3.12-bookworm"
 READY_S = 0.5  # between two looks at a sandbox that starts
-CHUNK = 1 << 20
 AS_NOBODY = f"setpriv --reuid {AGENT_UID} --regid {AGENT_UID} --clear-groups --no-new-privs --bounding-set=-all"
 FAILED = ("error", "build_failed", "destroyed", "destroying", "stopped", "archived")
-NO_SUCH_PATH = 66
 
 
 def endpoint_at(url: str, key: str) -> Endpoint:
@@ -73,9 +75,6 @@ class Daytona:
         endpoint = endpoint_at(env.get("DAYTONA_API_URL", URL), key)
         return cls(endpoint, env.get("RL360_SANDBOX_IMAGE", IMAGE), env.get("DAYTONA_TARGET", ""))
 
-    def refusal(self, needs: SandboxNeeds) -> str | None:
-        return None
-
     def _body(self, order: Order) -> dict[str, Any]:
         spec, minutes = order.spec, math.ceil(order.spec.lifetime_s / 60)
         return {
@@ -99,23 +98,19 @@ class Daytona:
         until = time.monotonic() + deadline_s
         body = self._body(order)
         found = await self.api.json("POST", "/sandbox", deadline_s, body, repeat=False, try_s=deadline_s)
-        ident = _text(found, "id")
+        ident = text_of(found, "id", "Daytona")
         while found.get("state") != "started":
             if found.get("state") in FAILED:
                 raise ServiceError(f"Daytona: sandbox {ident} is {found['state']}: {found.get('errorReason')}")
             await asyncio.sleep(READY_S)
-            found = await self._known("GET", f"/sandbox/{quote(ident)}", until - time.monotonic())
+            reply = await known(self.api, "GET", f"/sandbox/{quote(ident)}", until - time.monotonic())
+            found = self.api.document(reply)
         url = found.get("toolboxProxyUrl")
         if not url:
             path = f"/sandbox/{quote(ident)}/toolbox-proxy-url"
-            url = _text(await self._known("GET", path, until - time.monotonic()), "url")
+            reply = await known(self.api, "GET", path, until - time.monotonic())
+            url = text_of(self.api.document(reply), "url", "Daytona")
         return Box(ident, order.spec, {"toolbox": f"{str(url).rstrip('/')}/{quote(ident)}"})
-
-    async def _known(self, method: str, path: str, deadline_s: float, body: Any = None, **options: Any) -> Any:
-        try:
-            return await self.api.json(method, path, max(0.1, deadline_s), body, **options)
-        except Refused as error:
-            raise Lost(str(error)) if error.status == 404 else error from None
 
     async def _execute(self, box: Box, script: str, deadline_s: float) -> tuple[int, str]:
         """Exit code and output of a script, as root. Encoded: the toolbox splits commands by its own rules."""
@@ -125,20 +120,8 @@ class Daytona:
             "cwd": "/",
             "timeout": max(1, math.ceil(deadline_s)),
         }
-        try:
-            reply = await self.api.call(
-                "POST",
-                f"{box.ref['toolbox']}/process/execute",
-                deadline_s,
-                body,
-                also=(408,),
-                repeat=False,
-                try_s=deadline_s,
-            )
-        except Refused as error:
-            if error.status == 404:
-                raise Lost(str(error)) from None
-            raise
+        path = f"{box.ref['toolbox']}/process/execute"
+        reply = await known(self.api, "POST", path, deadline_s, body, also=(408,), repeat=False, try_s=deadline_s)
         if reply.status_code == 408:
             raise TimeoutError
         found = self.api.document(reply)
@@ -187,25 +170,14 @@ class Daytona:
 
     async def fetch(self, box: Box, path: str, into: IO[bytes], limit_bytes: int, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
-        above, _, name = path.rstrip("/").rpartition("/")
-        quoted = shlex.quote(name)
-        script = (
-            f"cd {shlex.quote(above or '/')} && [ -d {quoted} ] || exit {NO_SUCH_PATH}; "
-            f"tar -c -f - {quoted} 2>/dev/null | head -c {limit_bytes + CHUNK * 16 + 1} >/root/rl360.tar"
-        )
+        script = f"{packing(path)} | head -c {limit_bytes + TAR_SLACK + 1} >/root/rl360.tar"
         code, said = await self._execute(box, script, deadline_s)
         if code == NO_SUCH_PATH:
             raise Hostile(f"there is no {path}")
         if code != 0:
             raise ServiceError(f"Daytona: {path} cannot be packed ({code}): {said[-200:]}")
-        size = 0
         path = f"{box.ref['toolbox']}/files/download?path=/root/rl360.tar"
-        async with self.api.stream("GET", path, until - time.monotonic()) as reply:
-            async for chunk in reply.aiter_bytes(CHUNK):
-                size += len(chunk)
-                if size > limit_bytes + CHUNK * 16:
-                    raise Hostile(f"more than {limit_bytes >> 20} MB")
-                into.write(chunk)
+        await download(self.api, path, into, limit_bytes, until - time.monotonic())
 
     async def end(self, ident: str, deadline_s: float) -> None:
         await self.api.call("DELETE", f"/sandbox/{quote(ident)}", deadline_s, also=(404, 409))
@@ -235,10 +207,3 @@ class Daytona:
 
     async def close(self) -> None:
         await self.api.close()
-
-
-def _text(body: Any, key: str) -> str:
-    value = body.get(key) if isinstance(body, dict) else None
-    if not isinstance(value, str) or not value:
-        raise ServiceError(f"Daytona: a reply without {key}: {str(body)[:80]}")
-    return value

@@ -19,17 +19,20 @@ import orjson
 from rl360.errors import BadInput, ServiceError
 from rl360.http_api import Api, Endpoint, Refused
 from rl360.sandboxes.leases import Lease
-from rl360.sandboxes.provider import SandboxNeeds
 from rl360.sandboxes.providers.remote import (
     AGENT_UID,
+    CHUNK,
     KEEP_ALIVE,
     NO_IMAGE,
     Box,
     Lost,
     Order,
     Output,
+    download,
+    known,
     limited,
     pull_status,
+    text_of,
 )
 from rl360.sandboxes.providers.tars import Hostile, Part, pack
 
@@ -39,8 +42,6 @@ SOCKET = "/var/run/docker.sock"
 POLL_S = 1.0  # how often a command whose output pipe stays open is asked whether it ended
 LAST_S = 0.3
 FRAME = 8
-CHUNK = 1 << 20
-TAR_SLACK = 16 << 20  # headers and padding
 
 
 def endpoint_at(url: str, socket: str | None = None) -> Endpoint:
@@ -70,9 +71,6 @@ class Docker:
         else:
             raise BadInput(f"DOCKER_HOST {host!r}: use unix:///path or tcp://host:port")
         return cls(endpoint, env.get("RL360_SANDBOX_IMAGE", IMAGE), env.get("RL360_DOCKER_DISK_QUOTA") == "1")
-
-    def refusal(self, needs: SandboxNeeds) -> str | None:
-        return None
 
     def _config(self, order: Order) -> dict[str, Any]:
         spec, limits = order.spec, order.spec.limits
@@ -113,8 +111,7 @@ class Docker:
             await self._pull(config["Image"], until - time.monotonic())
             left = until - time.monotonic()
             made = await self.api.call("POST", path, left, config, repeat=False, try_s=left)
-        ident = _text(self.api.document(made), "Id")
-        return Box(ident, order.spec)
+        return Box(text_of(self.api.document(made), "Id", "Docker daemon"), order.spec)
 
     async def _pull(self, image: str, deadline_s: float) -> None:
         """Its failure is in the stream or the status, in words that are the registry's (`pull_status`)."""
@@ -146,30 +143,28 @@ class Docker:
             while chunk := scratch.read(CHUNK):
                 yield chunk
 
-        await self._known("PUT", f"/containers/{box.ident}/archive?path=/", deadline_s, content=content)
-        await self._known("POST", f"/containers/{box.ident}/start", until - time.monotonic(), also=(304,))
+        await known(self.api, "PUT", f"/containers/{box.ident}/archive?path=/", deadline_s, content=content)
+        await known(self.api, "POST", f"/containers/{box.ident}/start", until - time.monotonic(), also=(304,))
         check = Output(500)
         if await self.run(box, "command -v tar bash kill >/dev/null", check, until - time.monotonic()) != 0:
             raise ServiceError(f"image {box.spec.image or self.image}: has no bash and tar; use another image")
 
-    async def _known(self, method: str, path: str, deadline_s: float, body: Any = None, **options: Any) -> Any:
-        """A call about a container; `Lost` when there is none."""
-        try:
-            return await self.api.call(method, path, max(0.1, deadline_s), body, **options)
-        except Refused as error:
-            if error.status == 404:
-                raise Lost(str(error)) from None
-            raise
-
     async def run(self, box: Box, command: str, output: Output, deadline_s: float) -> int:
         until = time.monotonic() + deadline_s
         order = {"AttachStdout": True, "AttachStderr": True, "Cmd": limited(box.spec.limits, command)}
-        made = await self._known(
-            "POST", f"/containers/{box.ident}/exec", deadline_s, order, also=(409,), repeat=False, try_s=deadline_s
+        made = await known(
+            self.api,
+            "POST",
+            f"/containers/{box.ident}/exec",
+            deadline_s,
+            order,
+            also=(409,),
+            repeat=False,
+            try_s=deadline_s,
         )
         if made.status_code == 409:  # it does not run any more
             raise await self._ended(box.ident, until - time.monotonic())
-        path = f"/exec/{_text(self.api.document(made), 'Id')}"
+        path = f"/exec/{text_of(self.api.document(made), 'Id', 'Docker daemon')}"
         reading = asyncio.ensure_future(self._read(path, output, until - time.monotonic()))
         try:
             while not (await asyncio.wait({reading}, timeout=POLL_S))[0]:
@@ -207,42 +202,35 @@ class Docker:
                         left, buffer = int.from_bytes(buffer[4:FRAME], "big"), buffer[FRAME:]
 
     async def _state(self, path: str, deadline_s: float) -> Mapping[str, Any]:
-        state = self.api.document(await self._known("GET", f"{path}/json", deadline_s))
+        state = self.api.document(await known(self.api, "GET", f"{path}/json", deadline_s))
         if not isinstance(state, dict) or not {"Running", "ExitCode"} <= state.keys():
             raise ServiceError("Docker daemon: the state of a command has no Running and ExitCode")
         return state
 
     async def _ended(self, ident: str, deadline_s: float) -> Lost:
         """Why a container does not run. Memory exhausted is its contents' doing; anything else is not."""
-        state = self.api.document(await self._known("GET", f"/containers/{ident}/json", deadline_s)).get("State") or {}
+        found = await known(self.api, "GET", f"/containers/{ident}/json", deadline_s)
+        state = self.api.document(found).get("State") or {}
         if state.get("OOMKilled"):
             return Lost("limit hit: memory", by_contents=True)
         return Lost(f"its container ended ({state.get('Status')}, code {state.get('ExitCode')})")
 
     async def quiet(self, box: Box, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
-        await self._known("POST", f"/containers/{box.ident}/kill", deadline_s, also=(409,))
+        await known(self.api, "POST", f"/containers/{box.ident}/kill", deadline_s, also=(409,))
         path = f"/containers/{box.ident}/wait?condition=not-running"
-        await self._known("POST", path, until - time.monotonic(), try_s=deadline_s)
+        await known(self.api, "POST", path, until - time.monotonic(), try_s=deadline_s)
 
     async def fetch(self, box: Box, path: str, into: IO[bytes], limit_bytes: int, deadline_s: float) -> None:
         try:
-            await self._fetch(f"/containers/{box.ident}/archive?path={quote(path)}", into, limit_bytes, deadline_s)
+            archive = f"/containers/{box.ident}/archive?path={quote(path)}"
+            await download(self.api, archive, into, limit_bytes, deadline_s)
         except Refused as error:
             if error.status != 404:
                 raise
             if await self.missing(box.ident, deadline_s) is not None:
                 raise Lost(str(error)) from None
             raise Hostile(f"there is no {path}") from None
-
-    async def _fetch(self, path: str, into: IO[bytes], limit_bytes: int, deadline_s: float) -> None:
-        size = 0
-        async with self.api.stream("GET", path, deadline_s) as reply:
-            async for chunk in reply.aiter_bytes(CHUNK):
-                size += len(chunk)
-                if size > limit_bytes + TAR_SLACK:
-                    raise Hostile(f"more than {limit_bytes >> 20} MB")
-                into.write(chunk)
 
     async def end(self, ident: str, deadline_s: float) -> None:
         await self.api.call("DELETE", f"/containers/{ident}?force=1&v=1", deadline_s, also=(404, 409))
@@ -261,10 +249,3 @@ class Docker:
 
     async def close(self) -> None:
         await self.api.close()
-
-
-def _text(body: Any, key: str) -> str:
-    value = body.get(key) if isinstance(body, dict) else None
-    if not isinstance(value, str) or not value:
-        raise ServiceError(f"Docker daemon: a reply without {key}: {str(body)[:80]}")
-    return value

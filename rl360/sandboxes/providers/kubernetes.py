@@ -15,7 +15,6 @@ import hashlib
 import math
 import os
 import re
-import shlex
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -27,20 +26,23 @@ import orjson
 
 from rl360.errors import ServiceError
 from rl360.http_api import Api, NoAnswer, Refused, message_of
-from rl360.kube import Cluster
+from rl360.kube import Cluster, pods, states
 from rl360.sandboxes.leases import Lease
-from rl360.sandboxes.provider import SandboxNeeds
 from rl360.sandboxes.providers.remote import (
     AGENT_UID,
     KEEP_ALIVE,
     KILL_ALL,
     LOGS_DIR,
     NO_IMAGE,
+    NO_SUCH_PATH,
+    TAR_SLACK,
     Box,
     Lost,
     Order,
     Output,
+    known,
     limited,
+    packing,
     pull_status,
 )
 from rl360.sandboxes.providers.tars import Hostile, Part, pack
@@ -50,11 +52,9 @@ POLICY = "rl360-sandbox-no-network"
 LABEL = "rl360/sandbox"
 READY_S = (0.2, 2.0)  # between two looks at a pod that starts: the first, the longest
 GRACE_S = 1
-PAGE = 500  # pods of one answer of a list
 CHUNK = 1 << 18
 STDIN, STDOUT, STDERR, ERROR = 0, 1, 2, 3
 PROTOCOL = "v4.channel.k8s.io"
-NO_SUCH_PATH = 66
 PULL_WAITS = ("ErrImagePull", "ImagePullBackOff")
 BAD_WAITS = ("InvalidImageName", "CreateContainerError", "CreateContainerConfigError")
 LAST_S = 0.5  # to say that the image did not come, before whoever asked stops waiting
@@ -74,9 +74,6 @@ class Pods:
     @classmethod
     def of(cls, env: Mapping[str, str] = os.environ) -> Pods:
         return cls(Cluster.of_pod(env), env.get("RL360_SANDBOX_IMAGE", IMAGE))
-
-    def refusal(self, needs: SandboxNeeds) -> str | None:
-        return None
 
     def _pod(self, order: Order) -> dict[str, Any]:
         spec = order.spec
@@ -146,7 +143,7 @@ class Pods:
                     raise Refused(f"pod {order.name}: {waits}", status)
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 1.5 * pause_s)
-            made = await self._known(order.name, until - time.monotonic())
+            made = await self._pod_of(order.name, until - time.monotonic())
         return Box(_ident(made), order.spec, {"pod": order.name})
 
     async def _create(self, pod: Mapping[str, Any], until: float) -> Any:
@@ -164,11 +161,8 @@ class Pods:
                 raise ServiceError(f"pod {pod['metadata']['name']}: answered 409 and there is none: {message_of(made)}")
             await asyncio.sleep(READY_S[0])
 
-    async def _known(self, name: str, deadline_s: float) -> Any:
-        try:
-            return await self.api.json("GET", f"{self.path}/{name}", max(0.1, deadline_s))
-        except Refused as error:
-            raise Lost(str(error)) if error.status == 404 else error from None
+    async def _pod_of(self, name: str, deadline_s: float) -> Any:
+        return self.api.document(await known(self.api, "GET", f"{self.path}/{name}", deadline_s))
 
     async def fill(self, box: Box, parts: list[Part], scratch: IO[bytes], deadline_s: float) -> None:
         """By `tar` inside, as the only user there is: `/tests` is the verifier's pod's own and in no other."""
@@ -195,13 +189,8 @@ class Pods:
         await self._exec(box, ["bash", "-c", f"{KILL_ALL}; true"], Output(0), deadline_s)
 
     async def fetch(self, box: Box, path: str, into: IO[bytes], limit_bytes: int, deadline_s: float) -> None:
-        above, _, name = path.rstrip("/").rpartition("/")
-        top = shlex.quote(name)
-        script = (
-            f"cd {shlex.quote(above or '/')} && [ -d {top} ] || exit {NO_SUCH_PATH}; exec tar -c -f - {top} 2>/dev/null"
-        )
-        spool = _Spool(into, limit_bytes + (16 << 20))
-        code = await self._exec(box, ["bash", "-c", script], spool, deadline_s)
+        spool = _Spool(into, limit_bytes + TAR_SLACK)
+        code = await self._exec(box, ["bash", "-c", packing(path)], spool, deadline_s)
         if code == NO_SUCH_PATH:
             raise Hostile(f"there is no {path}")
         if code != 0:
@@ -258,11 +247,9 @@ class Pods:
 
     async def _raise_if_ended(self, box: Box) -> None:
         """`Lost` when the pod ended. Its own memory or disk over the limit is its contents' doing; a node's is not."""
-        pod = await self._known(box.ref["pod"], 10.0)
+        pod = await self._pod_of(box.ref["pod"], 10.0)
         state = pod.get("status") or {}
-        ended = [
-            (item.get("state") or {}).get("terminated") or {} for item in state.get("containerStatuses") or [] if item
-        ]
+        ended = [each.get("terminated") or {} for each in states(pod).values()]
         reason = str(ended[0].get("reason") if ended else "") or str(state.get("reason"))
         if "OOMKilled" in reason:
             raise Lost("limit hit: memory", by_contents=True)
@@ -287,24 +274,8 @@ class Pods:
 
     async def listed(self, wanted: Mapping[str, str], deadline_s: float) -> list[Lease]:
         selector = ",".join(f"{name}={value}" for name, value in {LABEL: "1", **_selectable(wanted)}.items())
-        until = time.monotonic() + deadline_s
-        found: list[Lease] = []
-        params = {"labelSelector": selector, "limit": str(PAGE)}
-        while True:
-            left = max(0.1, until - time.monotonic())
-            reply = await self.api.call("GET", self.path, left, params=params, also=(410,))
-            if reply.status_code == 410 and params.pop("continue", "") and time.monotonic() < until:
-                found = []  # the list is too old to go on with: from the start
-                continue
-            body = self.api.document(reply)
-            items = body.get("items") if isinstance(body, dict) else None
-            if not isinstance(items, list):
-                raise ServiceError(f"API server {self.cluster.url}: the list of pods has no items")
-            found += [Lease(self.kind, _ident(pod), dict(pod["metadata"].get("annotations") or {})) for pod in items]
-            more = (body.get("metadata") or {}).get("continue")
-            if not more:
-                return found
-            params["continue"] = str(more)
+        found = await pods(self.api, self.cluster, selector, deadline_s)
+        return [Lease(self.kind, _ident(pod), dict(pod["metadata"].get("annotations") or {})) for pod in found]
 
     async def close(self) -> None:
         await self.api.close()
@@ -366,14 +337,13 @@ def _ready(pod: Any) -> bool:
         raise ServiceError(f"pod {pod['metadata']['name']} is {status['phase']}: {status.get('message')}")
     if waits := _waits(pod, BAD_WAITS):
         raise ServiceError(f"pod {pod['metadata']['name']}: {waits}")
-    states = [item.get("state") or {} for item in status.get("containerStatuses") or []]
-    return any(state.get("running") is not None for state in states)
+    return any(state.get("running") is not None for state in states(pod).values())
 
 
 def _waits(pod: Any, reasons: tuple[str, ...]) -> str | None:
     """What its container waits for, when that is one of these reasons."""
-    for item in (pod.get("status") or {}).get("containerStatuses") or []:
-        waiting = (item.get("state") or {}).get("waiting") or {}
+    for state in states(pod).values():
+        waiting = state.get("waiting") or {}
         if waiting.get("reason") in reasons:
             return f"{waiting['reason']}: {waiting.get('message')}"
     return None

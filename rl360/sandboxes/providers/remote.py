@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import shlex
 import tarfile
 import tempfile
 import time
@@ -22,12 +23,14 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 from uuid import uuid4
 
-from rl360.errors import Rl360Error
+import httpx
+
+from rl360.errors import Rl360Error, ServiceError
 from rl360.harbor.protocol import SandboxLimits
-from rl360.http_api import Refused
+from rl360.http_api import Api, Refused
 from rl360.sandboxes.leases import DEPLOYMENT, NAME, OWNER, REAPABLE, Lease, labels, owner
 from rl360.sandboxes.provider import (
     ExecResult,
@@ -49,6 +52,9 @@ MAX_COMMAND_BYTES = 60_000
 KILL_S = 10.0  # to end what runs inside
 KILL_ALL = "kill -9 -1"  # all but PID 1 and the shell itself, in one system call
 UNDO_S = 15.0
+CHUNK = 1 << 20
+TAR_SLACK = 16 << 20  # headers and padding
+NO_SUCH_PATH = 66
 TOO_MUCH = (403, 429, 503)  # a quota, a rate
 # an image that does not come: the registry is asked too much, or whoever pulls from it; or there is none for us
 PULLS_REFUSED, NO_IMAGE = 429, 404
@@ -119,9 +125,6 @@ class Daemon(Protocol):
 
     kind: str
     image: str
-
-    def refusal(self, needs: SandboxNeeds) -> str | None:
-        """Why it cannot carry such a task, in one line."""
 
     async def start(self, order: Order, deadline_s: float) -> Box:
         """Make it and wait until commands can run. On failure something may be left under the order's name."""
@@ -288,7 +291,7 @@ class RemoteProvider(Rooted):
     def refusal(self, needs: SandboxNeeds) -> str | None:
         if needs.network_mode == "allowlist":
             return "network_mode 'allowlist' names no addresses; use 'no-network' or 'public'"
-        return self.daemon.refusal(needs)
+        return None
 
     async def create(self, spec: SandboxSpec) -> RemoteSandbox:
         name = f"rl360-{sha256(spec.name.encode()).hexdigest()[:12]}-{uuid4().hex[:12]}"
@@ -432,6 +435,43 @@ def pull_status(said: str, image: str) -> int:
     """What a failed pull counts as, by the words of whoever failed: no two systems have a code for it."""
     said = said.replace(image, "").replace(re.sub(r"[:@][^/]*$", "", image), "")
     return NO_IMAGE if _NO_IMAGE.search(said) and not _TOO_MUCH.search(said) else PULLS_REFUSED
+
+
+async def known(
+    api: Api, method: str, path: str, deadline_s: float, body: Any = None, **options: Any
+) -> httpx.Response:
+    """`Api.call` about a sandbox; `Lost` when there is none."""
+    try:
+        return await api.call(method, path, max(0.1, deadline_s), body, **options)
+    except Refused as error:
+        raise Lost(str(error)) if error.status == 404 else error from None
+
+
+async def download(api: Api, path: str, into: IO[bytes], limit_bytes: int, deadline_s: float) -> None:
+    """A tar that the system sends; `Hostile` when it is over the limit."""
+    size = 0
+    async with api.stream("GET", path, deadline_s) as reply:
+        async for chunk in reply.aiter_bytes(CHUNK):
+            size += len(chunk)
+            if size > limit_bytes + TAR_SLACK:
+                raise Hostile(f"more than {limit_bytes >> 20} MB")
+            into.write(chunk)
+
+
+def text_of(body: Any, key: str, system: str) -> str:
+    """A text that a system's reply must have."""
+    value = body.get(key) if isinstance(body, dict) else None
+    if not isinstance(value, str) or not value:
+        raise ServiceError(f"{system}: a reply without {key}: {str(body)[:80]}")
+    return value
+
+
+def packing(path: str) -> str:
+    """A script that prints a tar of a folder, with the path's last name on top; it exits with `NO_SUCH_PATH` when there
+    is no such folder."""
+    above, _, name = path.rstrip("/").rpartition("/")
+    top = shlex.quote(name)
+    return f"cd {shlex.quote(above or '/')} && [ -d {top} ] || exit {NO_SUCH_PATH}; exec tar -c -f - {top} 2>/dev/null"
 
 
 def limited(limits: SandboxLimits, command: str) -> list[str]:
