@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from rl360.config.freeze import load_frozen, load_target
+from rl360.config.freeze import load_frozen
 from rl360.config.run import ObjectiveConfig, RunConfig
 from rl360.config.services import Services, load_services
 from rl360.errors import BadInput, Rl360Error
@@ -93,6 +93,7 @@ def resume(
 
     Operational fields (pace, deadlines, steps) may be changed with --set.
     """
+    from rl360.ledger.read import load_target
     from rl360.store.object_store import ObjectStore
 
     services = load_services()
@@ -141,6 +142,7 @@ def fork(
 
 def forked_config(store: ObjectStore, run: str, new: str, from_step: int | None, changes: dict[str, Any]) -> RunConfig:
     """The config of the fork. `BadInput` when the name is taken, there is no such checkpoint or no step is left."""
+    from rl360.ledger.read import load_target
     from rl360.store.layout import run_config_key
     from rl360.store.progress import step_folders
     from rl360.training.saved import parent_at
@@ -191,6 +193,7 @@ def watch(run: Annotated[str, typer.Argument(help="Name of the run.")]) -> None:
     from rl360.commands.follow import follow as follow_run
     from rl360.commands.prefect_api import ACTIVE
     from rl360.commands.states import judge
+    from rl360.ledger.read import load_target
     from rl360.store.object_store import ObjectStore
     from rl360.store.progress import next_step
 

@@ -7,7 +7,7 @@ from typing import Literal
 import orjson
 
 from rl360.config.run import RunConfig, frozen_differences
-from rl360.errors import BadInput, CorruptObject
+from rl360.errors import BadInput
 from rl360.store.layout import run_config_key, run_target_key
 from rl360.store.object_store import ObjectStore
 
@@ -37,21 +37,6 @@ def settle_config(store: ObjectStore, config: RunConfig, *, default_model: str) 
             f"{config.run} NEW -s FIELD=VALUE`), or start a run under another name"
         )
     return wanted
-
-
-def load_target(store: ObjectStore, run: str) -> int:
-    """How many steps the run was last asked to reach. Reads that one number only, so that a run another version of
-    rl360 wrote can still be listed."""
-    for key in (run_target_key(run), run_config_key(run)):
-        try:
-            data = store.get(key)
-        except KeyError:
-            continue
-        try:
-            return int(orjson.loads(data)["steps"])
-        except (KeyError, ValueError, TypeError):
-            raise CorruptObject(key, "does not say the steps to reach") from None
-    raise BadInput(f"no run {run!r} in bucket {store.bucket}; `rl360 run list` shows what there is")
 
 
 def note_target(store: ObjectStore, config: RunConfig) -> None:

@@ -326,12 +326,23 @@ def keeper_is_gone(store: fence.Store, keeper: str, reason: str, by: str) -> Non
     store.put_once(f"{KEEPERS}{token}/gone.json", orjson.dumps(word))
 
 
+def _write_gone(
+    store: fence.Store, url: str, incarnation: str, epoch: int, reason: str, by: str
+) -> fence.GoneConfirmation:
+    """Keep a person's word that this incarnation, a receiver of that push, is gone."""
+    word = fence.GoneConfirmation(
+        url=url, incarnation=incarnation, epoch=epoch, reason=reason.strip(), by=by, confirmed_at=time.time()
+    )
+    store.put_once(fence.gone_key(url, incarnation), word.model_dump_json().encode())
+    return word
+
+
 def confirm_gone(store: fence.Store, url: str, reason: str, by: str) -> list[fence.GoneConfirmation]:
     """Record a person's word for each incarnation at `url` that an open intent names; `BadInput` when none does."""
     if not reason.strip():
         raise BadInput("confirm-gone needs a reason: say how you know that the engine is gone")
     written = [
-        fence.write_gone(store, engine.url, engine.incarnation, intent.epoch, reason, by)
+        _write_gone(store, engine.url, engine.incarnation, intent.epoch, reason, by)
         for intent in fence.open_intents(store)
         for engine in intent.engines
         if engine.url == url.rstrip("/") and not fence.is_gone_confirmed(store, engine)
@@ -379,7 +390,7 @@ def is_gone(
     if fenced is not None and not fenced.incarnation:
         told.append(f"{name}, which never answered, is gone")
     elif fenced is not None:
-        fence.write_gone(store, url, fenced.incarnation, fenced.epoch or 0, reason, by)
+        _write_gone(store, url, fenced.incarnation, fenced.epoch or 0, reason, by)
         told.append(f"{url} incarnation {fenced.incarnation} is gone")
     _act(log, name, by, 0.0, decide, word=evidence if fenced is not None else "", longer="")
     return [*told, *(f"{item.url} incarnation {item.incarnation} is gone" for item in replaced)]

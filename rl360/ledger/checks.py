@@ -59,19 +59,15 @@ def version_number(version: str) -> int:
     return int(number)
 
 
-def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> list[Check]:
-    """All checks of one step. `trained_before`: attempt ids that earlier steps of the run trained."""
-    return list(_checks(ledger, trained_before))
-
-
 def refuse_broken(ledger: StepLedger) -> None:
     """Raise `LedgerBroken` for the first check that does not hold."""
-    for check in _checks(ledger, frozenset()):
+    for check in check_ledger(ledger):
         if not check.holds:
             raise LedgerBroken(f"{ledger.run} step {ledger.step}: {check.name}: {check.line()}")
 
 
-def _checks(ledger: StepLedger, trained_before: Collection[str]) -> Iterator[Check]:
+def check_ledger(ledger: StepLedger, trained_before: Collection[str] = frozenset()) -> Iterator[Check]:
+    """All checks of one step. `trained_before`: attempt ids that earlier steps of the run trained."""
     rows = ledger.attempts
     ids = Counter(row.attempt_id for row in rows)
     twice = next((attempt_id for attempt_id, count in ids.items() if count > 1), "")

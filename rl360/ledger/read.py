@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl360.config.freeze import load_target
+import orjson
+
 from rl360.errors import BadInput, CorruptObject
 from rl360.ledger.checks import NO_STEP, Check, check_ledger, equal
 from rl360.ledger.step import LEDGER_NAME, StepLedger
 from rl360.store.codec import unpack
-from rl360.store.layout import RUN_PATTERN, check_run, run_config_key, step_key
+from rl360.store.layout import RUN_PATTERN, check_run, run_config_key, run_target_key, step_key
 from rl360.store.manifest import checked, read_manifest
 from rl360.store.object_store import ObjectStore
 from rl360.store.progress import LAST_TASK
@@ -58,7 +59,7 @@ def audit_run(ledgers: Iterable[StepLedger]) -> Iterator[tuple[StepLedger, list[
     trained: set[str] = set()
     left = None
     for ledger in ledgers:
-        checks = check_ledger(ledger, trained)
+        checks = [*check_ledger(ledger, trained)]
         if left is not None and left[0] == ledger.step - 1:
             if ledger.version_before is not None:
                 name = "weights as the step before left them"
@@ -100,6 +101,21 @@ def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
     """
     runs = [_describe(store, run) for run in run_names(store)]
     return sorted(runs, key=lambda entry: (entry["started_at"] or math.inf, entry["run"]))
+
+
+def load_target(store: ObjectStore, run: str) -> int:
+    """How many steps the run was last asked to reach. Reads that one number only, so that a run another version of
+    rl360 wrote can still be listed."""
+    for key in (run_target_key(run), run_config_key(run)):
+        try:
+            data = store.get(key)
+        except KeyError:
+            continue
+        try:
+            return int(orjson.loads(data)["steps"])
+        except (KeyError, ValueError, TypeError):
+            raise CorruptObject(key, "does not say the steps to reach") from None
+    raise BadInput(f"no run {run!r} in bucket {store.bucket}; `rl360 run list` shows what there is")
 
 
 def _describe(store: ObjectStore, run: str) -> dict[str, Any]:

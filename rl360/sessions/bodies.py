@@ -73,18 +73,10 @@ class CreateBody(Body):
         return value
 
     def to_spec(self) -> SessionSpec:
-        return SessionSpec(
-            attempt_id=self.attempt_id,
-            group_id=self.group_id,
-            task_id=self.task_id,
-            sampling=Sampling(**self.sampling.model_dump()),
-            max_seq_len=self.max_seq_len,
-            expected_weight_version=self.expected_weight_version,
-            mode=SessionMode(self.mode),
-            matcher=self.matcher,
-            sampling_policy=SamplingPolicy(self.sampling_policy),
-            thinking=self.thinking,
-        )
+        """Field by field the same, in the types of a session."""
+        mode, policy = SessionMode(self.mode), SamplingPolicy(self.sampling_policy)
+        own = {"sampling": Sampling(**dict(self.sampling)), "mode": mode, "sampling_policy": policy}
+        return SessionSpec(**{**dict(self), **own})
 
 
 class StoreBody(Body):

@@ -28,12 +28,8 @@ def _default(value: Any) -> Any:
         header = msgpack.packb([dtype, list(value.shape)])  # not array's: making it contiguous adds an axis to a scalar
         body = array.astype(_DTYPES[dtype], copy=False)
         return msgpack.ExtType(ARRAY_EXT, header + body.tobytes())
-    if isinstance(value, np.integer):
-        return int(value)
-    if isinstance(value, np.floating):
-        return float(value)
-    if isinstance(value, np.bool_):
-        return bool(value)
+    if isinstance(value, np.integer | np.floating | np.bool_):
+        return value.item()
     if isinstance(value, int):
         raise BadInput(f"cannot store the integer {value}: it needs more than 64 bits")
     raise BadInput(f"cannot store a value of type {type(value).__name__}")

@@ -276,15 +276,6 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def write_gone(store: Store, url: str, incarnation: str, epoch: int, reason: str, by: str) -> GoneConfirmation:
-    """Keep a person's word that this incarnation, a receiver of that push, is gone."""
-    word = GoneConfirmation(
-        url=url, incarnation=incarnation, epoch=epoch, reason=reason.strip(), by=by, confirmed_at=time.time()
-    )
-    store.put_once(gone_key(url, incarnation), word.model_dump_json().encode())
-    return word
-
-
 def check_version_advances(store: Store, run: str, version: str) -> None:
     """Versions never go back: an older one than was ever confirmed for the run is refused."""
     named_run, steps = parse_version(version)

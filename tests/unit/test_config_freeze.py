@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rl360.config.freeze import freeze_config, load_frozen, load_target, note_target
+from rl360.config.freeze import freeze_config, load_frozen, note_target
 from rl360.config.run import RunConfig
 from rl360.errors import BadInput, CorruptObject, StoreUnavailable
+from rl360.ledger.read import load_target
 from tests.unit.memory_store import MemoryStore
 
 MODEL = "/models/a"

@@ -72,7 +72,7 @@ def test_a_step_of_schema_3_reads_and_says_nothing_it_did_not_know() -> None:
 
 def test_its_sums_hold_but_for_those_over_what_it_does_not_say() -> None:
     old, new = StepLedger.from_wire(unpack(OLD, "k"), "k"), read_step(cast(Any, finished_run(1)), "demo", 0)
-    checks = check_ledger(old)
+    checks = [*check_ledger(old)]
     assert all(check.holds for check in checks)
     assert {check.name for check in check_ledger(new)} - {check.name for check in checks} == OVER_VERSIONS - {
         "weights as the step before left them"
