@@ -3,6 +3,7 @@ never change, and how such an object is read from a store."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -22,6 +23,22 @@ class Readable(Protocol):
     """The part of an object store that reading needs: `KeyError` when there is no such object."""
 
     def get(self, key: str) -> bytes: ...
+
+
+class Writable(Protocol):
+    """The part that a commit needs: False when there is such an object already."""
+
+    def put_once(self, key: str, data: bytes) -> bool: ...
+
+
+def commit(store: Writable, key: str, made: M, data: bytes, committed: Callable[[], M | None]) -> M:
+    """Write `made` as `data`, once: of two writers the first wins, and both get what it `committed`."""
+    if store.put_once(key, data):
+        return made
+    found = committed()
+    if found is None:
+        raise CorruptObject(key, "was refused as existing and then was not there")
+    return found
 
 
 def parse(data: bytes, key: str, model: type[M], problem: str) -> M:

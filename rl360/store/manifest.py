@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rl360.errors import CorruptObject
 from rl360.store.codec import sha256_hex
-from rl360.store.data import Data, read
+from rl360.store.data import Data, commit, read
 from rl360.store.layout import manifest_key
 from rl360.store.object_store import ObjectStore
 
@@ -83,9 +83,5 @@ def commit_manifest(store: ObjectStore, manifest: Manifest) -> Manifest:
     """Commit by conditional put; returns the committed manifest (an earlier one, when there is one)."""
     manifest = manifest.model_copy(update={"finished_at": manifest.finished_at or time.time()})
     data = orjson.dumps(manifest.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)
-    if store.put_once(manifest_key(manifest.run, manifest.step, manifest.task), data):
-        return manifest
-    committed = read_manifest(store, manifest.run, manifest.step, manifest.task)
-    if committed is None:
-        raise CorruptObject(manifest_key(manifest.run, manifest.step, manifest.task), "was taken and is now missing")
-    return committed
+    of = manifest.run, manifest.step, manifest.task
+    return commit(store, manifest_key(*of), manifest, data, lambda: read_manifest(store, *of))

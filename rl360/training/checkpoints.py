@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 
 from rl360.errors import CorruptObject
 from rl360.store.codec import sha256_hex
+from rl360.store.data import commit
 from rl360.store.layout import checkpoint_prefix
 from rl360.store.manifest import ObjectRef, get_object, put_object
 from rl360.store.object_store import ObjectStore
@@ -29,12 +30,8 @@ def write(store: ObjectStore, manifest: CheckpointManifest, sets: TensorSets) ->
         key = f"{checkpoint_prefix(manifest.run, manifest.step)}{name}-{sha256_hex(data)[:16]}.safetensors"
         objects[name] = put_object(store, key, data)
     whole = manifest.model_copy(update={"objects": objects})
-    if store.put_once(manifest_key(manifest.run, manifest.step), whole.model_dump_json(indent=1).encode()):
-        return whole
-    found = read_manifest(store, manifest.run, manifest.step)
-    if found is None:
-        raise CorruptObject(manifest_key(manifest.run, manifest.step), "was refused as existing, then was not there")
-    return found
+    key, data = manifest_key(manifest.run, manifest.step), whole.model_dump_json(indent=1).encode()
+    return commit(store, key, whole, data, lambda: read_manifest(store, manifest.run, manifest.step))
 
 
 def read_tensors(store: ObjectStore, manifest: CheckpointManifest, *, critic: bool) -> TensorSets:

@@ -124,6 +124,13 @@ class Director:
         opened: Position = self.everyone(OpenRun(run, data, model_dir, saved, committed))
         return opened
 
+    def _recorded(self, run: str) -> Position:
+        """Where the run stands, when all of it is recorded."""
+        at = self._ensure_open(run)
+        if self.pending is not None:
+            raise Conflict(f"step {self.pending.step} of {run} is not recorded yet; ask for it again first")
+        return at
+
     def _still_true(self, at: Position, config: RunConfig) -> bool:
         """Does memory still continue what the store holds? Another trainer may have gone on, or the run begun anew."""
         if frozen_differences(at.config, config):
@@ -183,9 +190,7 @@ class Director:
         """Save the state after `step`; nothing to do when it is saved already."""
         manifest = checkpoints.read_manifest(self.store, run, step)
         if manifest is None:
-            at = self._ensure_open(run)
-            if self.pending is not None:
-                raise Conflict(f"step {self.pending.step} of {run} is not recorded yet; ask for it again first")
+            at = self._recorded(run)
             if at.next_step != step + 1:
                 raise Conflict(
                     f"checkpoint {step} of {run} would hold the state after it; the last step is {at.next_step - 1}"
@@ -234,9 +239,7 @@ class Director:
 
     def export(self, run: str, body: ExportBody) -> dict[str, Any]:
         """Write the weights in memory as a Hugging Face directory."""
-        at = self._ensure_open(run)
-        if self.pending is not None:
-            raise Conflict(f"step {self.pending.step} of {run} is not recorded yet; ask for it again first")
+        at = self._recorded(run)
         weights, dtype = self.everyone(GatherWeights()), getattr(torch, body.dtype)
         if body.dir.startswith("s3://"):
             with tempfile.TemporaryDirectory(prefix="rl360-export-") as scratch:

@@ -25,7 +25,7 @@ from rl360.objective.filters import BATCH_SCHEMA, TrainRow
 from rl360.sessions.routing import RoutingShape
 from rl360.sessions.sample import MergedSample, decode_samples
 from rl360.store.codec import sha256_hex, unpack
-from rl360.store.data import Data, read
+from rl360.store.data import Data, commit, read
 from rl360.store.layout import step_key
 from rl360.store.object_store import ObjectStore
 from rl360.training.packing import TrainSequence
@@ -101,12 +101,8 @@ def read_result(store: ObjectStore, run: str, step: int) -> TrainResult | None:
 def commit_result(store: ObjectStore, result: TrainResult) -> TrainResult:
     """Record the result; of two writers the first wins and both get the winner."""
     key = step_key(result.run, result.step, RESULT_NAME)
-    if store.put_once(key, result.model_dump_json(indent=1).encode()):
-        return result
-    found = read_result(store, result.run, result.step)
-    if found is None:
-        raise CorruptObject(key, "was refused as existing and then was not there")
-    return found
+    data = result.model_dump_json(indent=1).encode()
+    return commit(store, key, result, data, lambda: read_result(store, result.run, result.step))
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,6 @@ MOE = ModelShape(2, 64, 4, 2, 16, 128, 512, 1024, 1e4, 1e-6, True, experts=8, ex
 @pytest.mark.parametrize(
     ("shape", "layout", "match"),
     [
-        (MOE, Layout(tp=2, ep=1, etp=1, sequence_parallel=True), "never reduces the experts' gradients"),
         (MOE, Layout(tp=2), "needs sequence_parallel"),
         (DENSE, Layout(tp=4), "num_key_value_heads=2 cannot be split 4 ways"),
         (DENSE, Layout(ep=2), "without experts"),

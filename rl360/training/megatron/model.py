@@ -55,12 +55,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is split over processes; data parallel takes what is left."""
+    """How a model is split over processes; data parallel takes what is left. Experts are split over the tensor-parallel
+    group as all else is: any other way, with ep 1, never reduces their gradients over it."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    etp: int | None = None
     sequence_parallel: bool = False
 
 
@@ -119,7 +119,6 @@ def read_shape(hf_dir: Path) -> ModelShape:
 
 def check_layout(shape: ModelShape, layout: Layout) -> None:
     """Refuse splits that do not divide the model, and the ones measured to train wrong silently."""
-    etp = layout.tp if layout.etp is None else layout.etp
     for name, value, parts in (
         ("vocab_size", shape.vocab, layout.tp),
         ("num_attention_heads", shape.heads, layout.tp),
@@ -132,11 +131,6 @@ def check_layout(shape: ModelShape, layout: Layout) -> None:
             raise BadInput(f"{name}={value} cannot be split {parts} ways; choose a parallel size that divides it")
     if shape.experts == 0 and layout.ep > 1:
         raise BadInput(f"expert parallel size {layout.ep} for a model without experts; use 1")
-    if shape.experts and layout.ep == 1 and etp != layout.tp:
-        raise BadInput(
-            f"expert tensor parallel {etp} with tensor parallel {layout.tp} and expert parallel 1 never reduces the "
-            "experts' gradients over the tensor-parallel group: make them equal"
-        )
     if shape.experts and layout.tp > 1 and not layout.sequence_parallel:
         raise BadInput(f"tensor parallel {layout.tp} with experts needs sequence_parallel=true")
     if layout.sequence_parallel and layout.tp == 1:
@@ -161,7 +155,6 @@ def transformer_config(shape: ModelShape, layout: Layout) -> TransformerConfig:
             "moe_router_pre_softmax": False,
             "moe_router_dtype": "fp32",
             "expert_model_parallel_size": layout.ep,
-            "expert_tensor_parallel_size": layout.etp,
         }
     return TransformerConfig(
         num_layers=shape.layers,

@@ -29,9 +29,7 @@ def start_megatron(layout: Layout, seed: int) -> None:
             f"{world} processes cannot hold tensor parallel {layout.tp} x pipeline parallel {layout.pp}: "
             "start a multiple of the product"
         )
-    parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp
-    )
+    parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 
