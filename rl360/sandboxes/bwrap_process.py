@@ -227,11 +227,14 @@ class BwrapSandbox:
         null = subprocess.DEVNULL
         process = _spawn(argv, pass_fds=self._namespaces, stdin=null, stdout=null, stderr=null)
         try:
-            await _exited(process, KILL_GRACE_S)
+            ended = os.pidfd_open(process.pid)
+            try:
+                await _readable(ended, KILL_GRACE_S)
+            finally:
+                os.close(ended)
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()  # does nothing to one that ended
+            process.wait()
 
     async def exec(self, command: str, timeout_s: float, cap_bytes: int | None = None) -> ExecResult:
         if "\x00" in command or not _encodable(command):
@@ -442,16 +445,6 @@ async def _readable(fd: int, timeout_s: float) -> bool:
         return False
     finally:
         loop.remove_reader(fd)
-
-
-async def _exited(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    fd = os.pidfd_open(process.pid)
-    try:
-        done = await _readable(fd, timeout_s)
-    finally:
-        os.close(fd)
-    process.poll()
-    return done
 
 
 async def _read_all(fd: int, timeout_s: float) -> bytes:

@@ -144,7 +144,8 @@ def create(name: str, limits: SandboxLimits) -> Group:
             made.append(path)
             if "memory" in found.v2_controllers:
                 _write(path / "memory.max", memory)
-                _write(path / "memory.swap.max", "0", optional=True)
+                with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
+                    _write(path / "memory.swap.max", "0")
             if "pids" in found.v2_controllers:
                 _write(path / "pids.max", str(limits.pids))
             if "cpu" in found.v2_controllers:
@@ -156,13 +157,8 @@ def create(name: str, limits: SandboxLimits) -> Group:
     return Group(tuple(made))
 
 
-def _write(path: Path, value: str, *, optional: bool = False) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if optional:
-            return
-        raise
+def _write(path: Path, value: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, value.encode())
     finally:

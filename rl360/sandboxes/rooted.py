@@ -79,13 +79,8 @@ class Rooted:
         return workspace
 
     def _fill(self, workspace: Workspace, files: Files | None) -> None:
-        workspace.files.mkdir()
-        workspace.logs.mkdir()
         copy_files(files or {}, workspace.files, self._owner)
-        for path in (workspace.files, workspace.logs):
-            path.chmod(0o755)
-            if self._owner is not None:
-                os.chown(path, self._owner, self._owner)
+        copy_files({}, workspace.logs, self._owner)
 
     async def remove_workspace(self, workspace: Workspace) -> str | None:
         return await asyncio.to_thread(self._discard, workspace.path, workspace.deleting)
