@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,7 @@ class BroadcastTransport:
             except RuntimeError as error:  # torch's DistError family: a member did not come in time
                 problem = f"the group did not meet: {common.first_line(error)}"
         del stores
-        self._settle(calls, engines, plan.call_deadline_s)
+        common.settle(calls, engines, plan.call_deadline_s)
         if problem:
             raise TransferStopped(problem)
         self._stop_on_error(engines, "joining the group")
@@ -157,7 +157,7 @@ class BroadcastTransport:
             first = {engine.url for engine in engines if engine.error}
             self.turn.drop_groups()
             # those that only waited for the broken broadcast answer now; give them a moment, and no more
-            self._settle(calls, engines, min(5.0, plan.call_deadline_s))
+            common.settle(calls, engines, min(5.0, plan.call_deadline_s))
             for engine in engines:
                 engine.after_stop = bool(engine.error) and engine.answered and engine.url not in first
             raise TransferStopped(problem)
@@ -168,23 +168,8 @@ class BroadcastTransport:
     ) -> None:
         """The same call to every engine at once; a failure stops the transfer."""
         calls = [loop.start(common.recorded(engine, call(engine))) for engine in engines]
-        self._settle(calls, engines, deadline_s)
+        common.settle(calls, engines, deadline_s)
         self._stop_on_error(engines, "a control call")
-
-    @staticmethod
-    def _settle(calls: list[Future[None]], engines: list[Engine], deadline_s: float) -> None:
-        """Wait for the calls; one that outlasts its own deadline counts as unanswered.
-
-        What engines do is in their records. Any other error is ours: it is raised, and no engine is blamed for it.
-        """
-        wait(calls, timeout=deadline_s + 2.0)
-        for call, engine in zip(calls, engines, strict=True):
-            if not call.done():
-                call.cancel()
-                common.unanswered(engine, deadline_s)
-        for call in calls:
-            if not call.cancelled():
-                call.result()
 
     @staticmethod
     def _stop_on_error(engines: list[Engine], doing: str) -> None:

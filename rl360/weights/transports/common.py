@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -329,7 +329,18 @@ async def recorded(engine: Engine, call: Awaitable[object]) -> None:
         engine.error = engine.error or str(error)
 
 
-def unanswered(engine: Engine, deadline_s: float) -> None:
-    """Record that a call outlasted its own deadline."""
-    engine.error = engine.error or f"engine {engine.url}: call still open after {deadline_s:g} s"
-    engine.answered = False
+def settle(calls: list[Future[None]], engines: list[Engine], deadline_s: float, wait_s: float | None = None) -> None:
+    """Wait for `recorded` calls, one an engine; one that outlasts its own deadline counts as unanswered.
+
+    What engines do is in their records. Any other error is ours: it is raised, and no engine is blamed for it.
+    `wait_s`: where a call has several steps, each with that deadline.
+    """
+    wait(calls, timeout=deadline_s + 2.0 if wait_s is None else wait_s)
+    for call, engine in zip(calls, engines, strict=True):
+        if not call.done():
+            call.cancel()
+            engine.error = engine.error or f"engine {engine.url}: call still open after {deadline_s:g} s"
+            engine.answered = False
+    for call in calls:
+        if not call.cancelled():
+            call.result()

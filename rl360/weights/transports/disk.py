@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ from rl360.weights.transports.common import (
     receivers_of,
     recorded,
     report_of,
-    unanswered,
+    settle,
 )
 
 log = logging.getLogger("rl360.weights")
@@ -215,14 +214,7 @@ def _everywhere(
     loop: Loop, engines: list[Engine], call: Callable[[Engine], Awaitable[None]], deadline_s: float
 ) -> None:
     """The same call to every engine at once; failures are in their records."""
-    calls = [loop.start(recorded(engine, call(engine))) for engine in engines]
-    wait(calls, timeout=deadline_s + 2.0)
-    for made, engine in zip(calls, engines, strict=True):
-        if not made.done():
-            made.cancel()
-            unanswered(engine, deadline_s)
-        elif not made.cancelled():
-            made.result()  # an error of our own is raised, and no engine is blamed for it
+    settle([loop.start(recorded(engine, call(engine))) for engine in engines], engines, deadline_s)
 
 
 async def _leave(engine: Engine, groups: tuple[str, ...]) -> None:

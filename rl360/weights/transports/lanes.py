@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -186,14 +185,9 @@ class Lanes:
         """All lanes at once, each to its end. An error of our own is raised when all of them are over."""
         calls = [loop.start(common.recorded(lane.engine, lane.run(wire))) for lane in lanes]
         steps = max(len(lane.delivery.buckets) for lane in lanes) + 5 + len(lanes[0].errand.plan.stale_groups)
-        wait(calls, timeout=(lanes[0].deadline_s + 7.0) * steps)  # a backstop: each step has a deadline of its own
-        for call, lane in zip(calls, lanes, strict=True):
-            if not call.done():
-                call.cancel()
-                common.unanswered(lane.engine, lane.deadline_s)
-        for call in calls:
-            if not call.cancelled():
-                call.result()
+        deadline_s = lanes[0].deadline_s
+        # a backstop: each step has a deadline of its own
+        common.settle(calls, [lane.engine for lane in lanes], deadline_s, (deadline_s + 7.0) * steps)
 
     def _wire_name(self, errand: Errand) -> str:
         """Experts beside a broadcast always travel over groups, as the broadcast does."""
