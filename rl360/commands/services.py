@@ -96,7 +96,7 @@ def up(
     from infra.local import control
     from infra.local.plan import UpOptions, port_table
     from rl360.agents.registry import agents_of
-    from rl360.harbor.judge import judge_address
+    from rl360.harbor.judge_options import judge_address
     from rl360.harbor.real.place import require_ready
 
     if judge_url:

@@ -176,7 +176,7 @@ def check(
 ) -> None:
     """Run the oracle and nothing at all on every task; exit 1 when any is broken or does not discriminate."""
     from rl360.harbor.check import task_dirs
-    from rl360.harbor.judge import Judge
+    from rl360.harbor.judge_options import judge_at
     from rl360.harbor.server import raise_open_files
     from rl360.tasksets.sources import folder_of
 
@@ -184,7 +184,7 @@ def check(
         raise BadInput("--judge-url and --judge-model belong together; give both")
     if not source:
         raise BadInput("the task source is empty; give a task directory, or what taskset.path can be")
-    judge = Judge.at(judge_url, judge_key_env, concurrency) if judge_url else None
+    judge = judge_at(judge_url, judge_key_env, concurrency) if judge_url else None
     root = Path(source).expanduser()
     try:
         directories = task_dirs(root if root.is_dir() else folder_of(source))

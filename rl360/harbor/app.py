@@ -31,7 +31,7 @@ from rl360.agents.base import Agent
 from rl360.config.run import explain
 from rl360.errors import BadInput, Rl360Error, StoreUnavailable
 from rl360.harbor.judge import Judge
-from rl360.harbor.outcome import ExitStatus, boundary_of, is_known
+from rl360.harbor.outcome import MEANINGS, ExitStatus, boundary_of
 from rl360.harbor.protocol import RunReply, RunRequest
 from rl360.harbor.replies import OtherRequest, Replies, identity, lost_reply, refuse_another
 from rl360.harbor.runner import Attempt, Prepared, Runner, prepare, request_key
@@ -242,7 +242,7 @@ class Attempts:
         self.outcomes[reply.outcome] += 1
         boundary = boundary_of(reply.outcome, reply.exit_status)
         self.losses.update([boundary] if boundary is not None else [])
-        self.unknown.update([] if is_known(reply.exit_status) else [reply.exit_status[:80]])
+        self.unknown.update([] if reply.exit_status in MEANINGS else [reply.exit_status[:80]])
         self.unconfirmed += not reply.cleanup.confirmed
         odd = reply.outcome == Outcome.UNCLASSIFIED or not reply.cleanup.confirmed
         level = logging.WARNING if odd else logging.INFO

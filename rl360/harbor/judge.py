@@ -11,19 +11,17 @@ import asyncio
 import email.utils
 import json
 import math
-import os
 import random
 import secrets
 import time
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import orjson
 
-from rl360.errors import BadInput, Rl360Error
+from rl360.errors import Rl360Error
 from rl360.harbor.evidence import clip
 from rl360.harbor.protocol import JudgeOrder
 from rl360.harbor.task import JudgeTerms
@@ -187,21 +185,6 @@ def retry_after_s(value: str | None) -> float:
     return max(0.0, wait_s) if math.isfinite(wait_s) else 0.0
 
 
-def judge_address(url: str) -> SplitResult:
-    """The parts of an address a judge may have. Raises `BadInput`, which repeats nothing that may be a secret."""
-    with_secret = BadInput("--judge-url: no user, password or query; name the key's variable with --judge-key-env")
-    try:
-        parts = urlsplit(url)
-        parts.port, httpx.URL(url).host  # raise for what no call could be sent to
-    except (ValueError, httpx.InvalidURL) as error:
-        raise with_secret if set("@?#") & set(url) else BadInput(f"--judge-url {url!r}: {error}") from None
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise with_secret
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadInput(f"--judge-url {url.rpartition('@')[2]!r}: need http(s)://HOST[:PORT]/v1")
-    return parts
-
-
 @dataclass(frozen=True)
 class Judge:
     """The judge of one sandbox server. At most `concurrency` calls are under way at once."""
@@ -210,16 +193,6 @@ class Judge:
     host: str
     key: str = field(repr=False)
     room: asyncio.Semaphore = field(repr=False)
-
-    @classmethod
-    def at(cls, url: str, key_env: str, concurrency: int) -> Judge:
-        """The judge at `url` (as OpenAI clients write their base_url), its key in the environment variable `key_env`
-        (empty: none is sent), which is taken out of this process's environment. Raises `BadInput`."""
-        parts = judge_address(url)
-        key = os.environ.pop(key_env, "").strip() if key_env else ""
-        if key_env and not (key.isascii() and key.isprintable() and key):
-            raise BadInput(f"--judge-key-env {key_env}: unset or not a key; export it before the server starts")
-        return cls(f"{url.rstrip('/')}/chat/completions", parts.netloc, key, asyncio.Semaphore(concurrency))
 
     async def ask(
         self,

@@ -101,11 +101,6 @@ RETRYABLE = frozenset(
 ) | {Outcome.GENERATION_ERROR, Outcome.ABORTED}
 
 
-def is_known(exit_status: str) -> bool:
-    """Whether the table says what this status means."""
-    return exit_status in MEANINGS
-
-
 def outcome_of(exit_status: str, verdict: Verdict | None, problem: Outcome | None) -> Outcome:
     """A verdict wins over a status. Without one: what kept the verifier or the judge from its work, before the agent's
     own end (no run may score a timeout that infrastructure lost), then the verifier's problem; a status nobody knows is

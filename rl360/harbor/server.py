@@ -15,7 +15,7 @@ from rl360.agents.registry import agents_of
 from rl360.config.services import home_dir, load_services, service_token
 from rl360.errors import BadInput, Rl360Error
 from rl360.harbor.app import make_app
-from rl360.harbor.judge import Judge
+from rl360.harbor.judge_options import judge_at
 from rl360.harbor.replies import Replies
 from rl360.harbor.retention import keep_pruned
 from rl360.sandboxes.admission import BOUNDLESS, Gate, Reservations, Room
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     raise_open_files()
     try:
         token = service_token()
-        judge = Judge.at(args.judge_url, args.judge_key_env, args.judge_concurrency) if args.judge_url else None
+        judge = judge_at(args.judge_url, args.judge_key_env, args.judge_concurrency) if args.judge_url else None
         # one root per port: several servers may share a home, and each reaps only its own
         home = args.home or home_dir()
         root = home / "sandboxes" / str(args.port)

@@ -18,7 +18,7 @@ from rl360.agents import bash_agent
 from rl360.errors import BadInput
 from rl360.harbor import app as app_module
 from rl360.harbor.app import Attempts, FlushRequest, TooSlow, body_of, make_app
-from rl360.harbor.judge import Judge
+from rl360.harbor.judge_options import judge_at
 from rl360.harbor.protocol import JudgeOrder, RunRequest
 from rl360.harbor.runner import Runner, prepare
 from rl360.harbor.server import gate_of, parse_args
@@ -193,7 +193,7 @@ def test_a_judged_task_is_refused_before_it_runs(tmp_path: Path, asked: bool, ur
     (tmp_path / "tests" / "rl360_judge.toml").write_text('rubric = "r"')
     order = JudgeOrder(model="j", timeout_s=20.0, call_s=5.0, retries=1) if asked else None
     given = {"instance_id": "t", "task_dir": str(tmp_path), "attempt_id": "a", "base_url": "http://h", "judge": order}
-    judge = Judge.at(url, "", 1) if url else None
+    judge = judge_at(url, "", 1) if url else None
     provider = cast(SandboxProvider, NeverStarts())
     if words is None:
         assert prepare(RunRequest(deadline_s=195.0, **given), provider, AGENTS, judge).task.judge is not None

@@ -33,6 +33,7 @@ from rl360.harbor.judge import (
     request_body,
     retry_after_s,
 )
+from rl360.harbor.judge_options import judge_at
 from rl360.harbor.protocol import JudgeOrder, SandboxLimits
 from rl360.harbor.runner import Runner
 from rl360.harbor.task import JUDGE_FILE, JudgeTerms, load_task
@@ -58,7 +59,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def seat(server: JudgeServer | str, monkeypatch: pytest.MonkeyPatch, concurrency: int = 4) -> Judge:
     monkeypatch.setenv("KEY_OF_JUDGE", KEY)
-    return Judge.at(server if isinstance(server, str) else server.url, "KEY_OF_JUDGE", concurrency)
+    return judge_at(server if isinstance(server, str) else server.url, "KEY_OF_JUDGE", concurrency)
 
 
 def ask(judge: Judge, how: JudgeOrder | None = None, times: int = 1) -> tuple[list[Any], list[JudgeSpent]]:
@@ -109,7 +110,7 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_key_none_is_sent() -> None:
     with judging(score(1)) as server:
-        (receipt,), _ = ask(Judge.at(server.url, "", 1))
+        (receipt,), _ = ask(judge_at(server.url, "", 1))
     assert receipt.score == 1.0 and server.keys == [None]
 
 
@@ -391,7 +392,7 @@ def test_odd_text_is_sent_all_the_same(text: str) -> None:
 )
 def test_bad_addresses(url: str, words: str) -> None:
     with pytest.raises(BadInput) as error:
-        Judge.at(url, "", 1)
+        judge_at(url, "", 1)
     assert words in str(error.value) and "secret" not in str(error.value)
 
 
@@ -403,7 +404,7 @@ def test_a_key_that_is_none_is_refused_by_its_variables_name(
     if value is not None:
         monkeypatch.setenv("KEY_OF_JUDGE", value)
     with pytest.raises(BadInput, match="--judge-key-env KEY_OF_JUDGE") as error:
-        Judge.at("https://judge.example/v1", "KEY_OF_JUDGE", 1)
+        judge_at("https://judge.example/v1", "KEY_OF_JUDGE", 1)
     assert not (value or "").strip() or value not in str(error.value)
 
 

@@ -12,7 +12,6 @@ from rl360.harbor.outcome import (
     Boundary,
     ExitStatus,
     boundary_of,
-    is_known,
     outcome_of,
 )
 from rl360.ledger.outcomes import HAS_VERDICT, INFRA, Outcome
@@ -74,7 +73,7 @@ IN_THE_WILD = {
 @pytest.mark.parametrize("status", sorted(IN_THE_WILD))
 def test_statuses_seen_in_the_wild_are_in_the_table(status: str) -> None:
     outcome = outcome_of(status, None, None)
-    assert is_known(status) and (outcome, boundary_of(outcome, status)) == IN_THE_WILD[status]
+    assert status in MEANINGS and (outcome, boundary_of(outcome, status)) == IN_THE_WILD[status]
 
 
 def test_the_table_covers_every_status_and_every_outcome() -> None:
@@ -89,4 +88,4 @@ def test_a_status_says_more_than_its_outcome() -> None:
     assert boundary_of(Outcome.SANDBOX_START, ExitStatus.QUEUE_TIMEOUT) is Boundary.OURS
     assert boundary_of(Outcome.SANDBOX_START, ExitStatus.ENV_START) is Boundary.PROVIDER
     assert boundary_of(Outcome.NO_VERDICT, ExitStatus.SUBMITTED) is Boundary.VERIFIER
-    assert boundary_of(Outcome.UNCLASSIFIED, "SomethingNew") is Boundary.OURS and not is_known("SomethingNew")
+    assert boundary_of(Outcome.UNCLASSIFIED, "SomethingNew") is Boundary.OURS and "SomethingNew" not in MEANINGS
