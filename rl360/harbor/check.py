@@ -114,7 +114,7 @@ async def check_task(runner: Runner, directory: Path, judge: JudgeOrder | None =
     started = loop.time()
     try:
         task = await asyncio.to_thread(load_task, directory)
-        if task.solution_dir is None:
+        if solution_dir(task) is None:
             raise BadInput(f"{task.path}: no solution/solve.sh, so nothing shows that it can be solved")
         if task.judge is not None and judge is None:
             raise BadInput(f"{task.path}: is judged by an LLM; give --judge-url and --judge-model")
@@ -132,6 +132,12 @@ async def check_task(runner: Runner, directory: Path, judge: JudgeOrder | None =
 def _why(error: BadInput, directory: Path) -> str:
     """Without the task's path, which is told beside it."""
     return str(error).removeprefix(os.path.abspath(directory)).lstrip(":/ ")
+
+
+def solution_dir(task: Task) -> Path | None:
+    """The task's solution, for tasks that have an oracle."""
+    path = task.path / "solution"
+    return path if (path / "solve.sh").is_file() else None
 
 
 async def _run(runner: Runner, task: Task, agent: str, judge: JudgeOrder | None) -> RunReply:
@@ -152,9 +158,9 @@ async def _run(runner: Runner, task: Task, agent: str, judge: JudgeOrder | None)
         deadline_s=agent_s + verifier_s + (0.0 if judge is None else judge.timeout_s) + 1.0 + SETUP_S + SLACK_S,
     )
     prepared = await asyncio.to_thread(prepare, request, runner.provider, AGENTS, runner.judge)
-    if agent == "oracle" and task.solution_dir is not None:
-        digest = await asyncio.to_thread(tree_digest, task.solution_dir)
-        solution = await runner.provider.publish(task.solution_dir, digest)
+    if agent == "oracle" and (folder := solution_dir(task)) is not None:
+        digest = await asyncio.to_thread(tree_digest, folder)
+        solution = await runner.provider.publish(folder, digest)
         prepared = replace(prepared, read_only={"/solution": solution})
     return await runner.run(prepared, Attempt(request))
 

@@ -161,11 +161,6 @@ class Task(BaseModel):
     def tests_dir(self) -> Path:
         return self.path / "tests"
 
-    @property
-    def solution_dir(self) -> Path | None:
-        path = self.path / "solution"
-        return path if (path / "solve.sh").is_file() else None
-
 
 def load_task(directory: Path | str) -> Task:
     """Read and check a task directory. Raises `BadInput` with one line."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl360.errors import BadInput
+from rl360.harbor.check import solution_dir
 from rl360.harbor.task import JUDGE_FILE, PARTS, image_group, load_task, tree_digest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ def test_loads(tmp_path: Path) -> None:
     task = load_task(make_task(tmp_path / "t", toml, "FROM debian\nCOPY . /work\n"))
     assert (task.id, task.instruction) == ("t/one", "Do it.")
     assert (task.config.environment.memory_mb, task.config.environment.workdir) == (128, "/work")
-    assert task.solution_dir is None
+    assert solution_dir(task) is None
     assert task.verifier_digest == tree_digest(task.tests_dir)
 
 
@@ -154,7 +155,7 @@ def test_builtin_tasks_load() -> None:
     assert folders
     for folder in folders:
         task = load_task(folder)
-        assert task.solution_dir is not None
+        assert solution_dir(task) is not None
 
 
 @pytest.mark.skipif(not EXERCISM.is_dir(), reason="the exercism tasks are not beside the repository")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rl360.errors import BadInput
+from rl360.harbor.check import solution_dir
 from rl360.harbor.task import load_task
 from rl360.tasksets.made import Source, human_eval, written
 from rl360.tasksets.sources import folder_of
@@ -44,13 +45,13 @@ def test_a_row_becomes_a_task(tmp_path: Path) -> None:
     assert taskset.task_ids == ["greet/1", "plain"]
     assert [taskset[name].domain for name in taskset.task_ids] == ['good "manners"\\', "greetings"]
     task = load_task(taskset["greet/1"].path)
-    assert task.instruction == "Say hello." and task.solution_dir is not None
+    assert task.instruction == "Say hello." and solution_dir(task) is not None
     assert (task.path / "environment" / "a" / "b.txt").read_text() == "x\n"
     assert (task.path / "tests" / "test.sh").stat().st_mode & 0o111
     environment = task.config.environment
     assert (environment.workdir, environment.memory_mb, environment.cpus) == ("/work", 64, 0.5)
     assert (task.config.agent.timeout_sec, task.config.verifier.timeout_sec) == (9.5, 8.0)
-    assert load_task(taskset["plain"].path).solution_dir is None
+    assert solution_dir(load_task(taskset["plain"].path)) is None
 
 
 def test_the_same_rows_are_written_once_and_others_apart(tmp_path: Path, home: Path) -> None:
