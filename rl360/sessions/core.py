@@ -377,7 +377,6 @@ class Session:
             cached_tokens=completion.cached_tokens,
             routing=routing,
             retractions=completion.retractions,
-            sampling=plan.sampling,
             sampling_differs=replace(plan.sampling, max_new_tokens=0) != replace(self.spec.sampling, max_new_tokens=0),
             loose=plan.loose,
             worker=completion.worker,

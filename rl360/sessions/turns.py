@@ -187,7 +187,6 @@ class Turn:
     cached_tokens: int | None
     routing: np.ndarray | None
     retractions: int
-    sampling: Sampling
     sampling_differs: bool
     loose: tuple[Match, ...]
     worker: str
