@@ -12,10 +12,8 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rl360.errors import BadInput
-from rl360.plugins import load_function
 from rl360.sessions.messages import Message
 from rl360.sessions.refusals import Refusal, SessionRefusal
 
@@ -74,18 +72,8 @@ def role_content(stored: Message, sent: Message) -> Match | None:
 MATCHERS: dict[str, Matcher] = {each.__name__: each for each in (strict, loose_tool_calls, role_content)}
 
 
-def load_matcher(name: str) -> Matcher:
-    """A matcher of `MATCHERS`, or `module:function` taking (stored, sent) and answering whether they match; when it
-    raises, that is `bad_matcher`.
-
-    Imports the module: never call it with a name that an agent sent. `BadInput` when there is no such function.
-    """
-    if name in MATCHERS:
-        return MATCHERS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon or not module or not attribute:
-        raise BadInput(f"matcher {name!r} is none of {', '.join(MATCHERS)} and not of the form module:function")
-    function = load_function(name, "matcher")
+def custom_matcher(name: str, function: Callable[[Message, Message], Any]) -> Matcher:
+    """Of a function that takes (stored, sent) and answers whether they match; when it raises, that is `bad_matcher`."""
 
     def custom(stored: Message, sent: Message) -> Match | None:
         if strict(stored, sent):

@@ -23,8 +23,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl360.config.services import load_services, service_token
 from rl360.errors import BadInput
+from rl360.plugins import load_function
 from rl360.sessions.families.registry import load_template
-from rl360.sessions.history import MATCHERS, load_matcher
+from rl360.sessions.history import MATCHERS, Matcher, custom_matcher
 from rl360.sessions.registry import Limits, Registry
 from rl360.sessions.routes import Service, create_app
 from rl360.sessions.routing import RoutingShape
@@ -56,6 +57,17 @@ class ServeOptions:
     deadline_s: float = 600.0
     drain_s: float = 600.0
     limits: Limits = field(default_factory=Limits)
+
+
+def load_matcher(name: str) -> Matcher:
+    """A matcher of `MATCHERS`, or `module:function`. Imports the module: never call it with a name that an agent sent.
+    `BadInput` when there is no such function."""
+    if name in MATCHERS:
+        return MATCHERS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon or not module or not attribute:
+        raise BadInput(f"matcher {name!r} is none of {', '.join(MATCHERS)} and not of the form module:function")
+    return custom_matcher(name, load_function(name, "matcher"))
 
 
 def build_service(options: ServeOptions) -> Service:

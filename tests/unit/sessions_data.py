@@ -20,10 +20,10 @@ from rl360.sessions.core import Session
 from rl360.sessions.families.base import ChatTemplate
 from rl360.sessions.families.registry import load_template
 from rl360.sessions.families.rl360_chat import SPECIALS, template_text
-from rl360.sessions.history import load_matcher
 from rl360.sessions.messages import Message, Tool, parse_tools
 from rl360.sessions.refusals import Refusal, SessionRefusal
 from rl360.sessions.routing import RoutingShape
+from rl360.sessions.server import load_matcher
 from rl360.sessions.turns import Completion, PreparedTurn, Request, Sampling, SessionSpec, Turn
 
 VERSION = "run:0"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rl360.errors import BadInput
-from rl360.sessions.history import MATCHERS, Match, load_matcher
+from rl360.sessions.history import MATCHERS, Match
 from rl360.sessions.messages import Message, ToolCall
+from rl360.sessions.server import load_matcher
 from rl360.sessions.turns import SessionMode
 from tests.unit.sessions_data import OPENING, completion, new_session, raw_request, request
 

@@ -22,13 +22,12 @@ from rl360.cli import main
 from rl360.config.services import Secrets
 from rl360.errors import BadInput
 from rl360.sessions import described
-from rl360.sessions.history import load_matcher
 from rl360.sessions.openapi import ENDPOINTS
 from rl360.sessions.refusals import HTTP_STATUS, Refusal, SessionRefusal
 from rl360.sessions.registry import Limits, Registry
 from rl360.sessions.routes import create_app
 from rl360.sessions.sample import SampleRef, decode_samples
-from rl360.sessions.server import DrainingServer, ServeOptions, build_service
+from rl360.sessions.server import DrainingServer, ServeOptions, build_service, load_matcher
 from rl360.store.layout import merged_key
 from tests.unit.memory_store import MemoryStore
 from tests.unit.sessions_data import (
