@@ -270,7 +270,7 @@ def test_each_rank_takes_the_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(parallel, "ON_CPU", False)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: done.append(backend))
-    monkeypatch.setattr(parallel, "_start_megatron", lambda layout, seed: None)
+    monkeypatch.setattr(parallel, "start_megatron", lambda layout, seed: None)
     parallel.enter(Layout())
     assert done == [3, "cpu:gloo,cuda:nccl"]
 
