@@ -48,8 +48,8 @@ def _port_choices(items: list[str]) -> dict[str, int]:
 
 def _absolute(pair: str) -> str:
     """NAME=FILE as this directory means it: services run in another one."""
-    name, _, path = pair.partition("=")
-    return f"{name}={Path(path).expanduser().absolute()}"
+    name, equals, path = pair.partition("=")
+    return f"{name}={Path(path).expanduser().absolute()}" if equals else pair
 
 
 def up(

@@ -116,8 +116,9 @@ def load_taskset(spec: str | Sequence[str]) -> TaskSet:
             digest.update(f"{task_id}\0{entry.domain}\0{task.instruction}\0{task.verifier_digest}\n".encode())
             there = tree_files(task.path / "environment")
             there.pop("Dockerfile", None)
-            for file, given in task.files.items() if task.files != there else ():
-                digest.update(f"{file}\0{given and given.relative_to(task.path)}\n".encode())
+            if task.files != there:
+                placed = (f"{file}\0{given and given.relative_to(task.path)}\n" for file, given in task.files.items())
+                digest.update("".join(["\0files\n", *placed]).encode())  # also where nothing is placed
     return TaskSet(", ".join(named.values()), dict(sorted(found.items())), digest.hexdigest())
 
 

@@ -207,6 +207,7 @@ def test_up_tells_its_services_the_folder_it_was_typed_in_and_they_each_other(
 def test_a_harness_file_is_where_this_directory_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # services run in another
     assert _absolute("mine=h.toml") == f"mine={tmp_path}/h.toml" and _absolute("mine=/h.toml") == "mine=/h.toml"
+    assert _absolute("mine") == "mine", "refused by its own words, which say what is missing"
 
 
 def test_names_are_given_once() -> None:
