@@ -73,7 +73,8 @@ def sample_groups(store: ObjectStore, config: RunConfig, step: int) -> Produced:
     if first is not None and first.info["taskset_digest"] != taskset.digest:
         raise BadInput(
             f"task set {taskset.spec} is not what run {config.run} started with (digest {taskset.digest[:12]}, was "
-            f"{first.info['taskset_digest'][:12]}): restore it, or start a run under another name"
+            f"{first.info['taskset_digest'][:12]}): restore it, or the rl360 it began with (CHANGELOG), "
+            "or start a run under another name"
         )
     last = None
     if config.taskset.difficulty == "history" and step > 0:

@@ -103,7 +103,8 @@ def told(health: Any, here: Mapping[str, int], need: Mapping[str, float]) -> Tol
     try:
         left, room, hold = health["room_left"], health["room"], health["promised_to"]
         # tasks may ask for less than their run allows
-        mean = {name: (room[name] - left[name]) / hold for name in room} if hold else need
+        nobodys = {"disk_mb": health.get("withheld_disk_mb", 0)}  # of files that are being deleted
+        mean = {name: (room[name] - left[name] - nobodys.get(name, 0)) / hold for name in room} if hold else need
         fits = min(int(left[name] // mean[name]) for name in mean if mean[name])
         cap, images = health.get("per_image", UNKNOWN), health.get("images", {})
         held_back = sum(max(0, asked - cap) for asked in images.values())  # they are in nobody's way

@@ -135,6 +135,7 @@ def _reap_here(yes: bool) -> list[str]:
         try:
             if yes:
                 lines += asyncio.run(provider.reap())
+                lines += [f"NOT removed: {reason}" for end in provider.reaped if (reason := end.result())]
             else:
                 lines += [f"{path}{_whose(rows.get(str(path)))}: would be removed" for path in sorted(root.iterdir())]
         finally:

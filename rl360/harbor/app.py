@@ -263,6 +263,7 @@ class Attempts:
             "room": reservations.room._asdict(),
             "room_left": reservations.left._asdict(),
             "promised_to": len(reservations.held),
+            "withheld_disk_mb": reservations.withheld_mb,
             "queue_limit": self.queue_limit,
             "per_image": waves.pace.per_group,
             "image": self.runner.provider.image,

@@ -44,6 +44,8 @@ def workspace_files(environment: Path, workdir: str) -> Files:
     for number, line in enumerate(re.findall(r".*\S.*", re.sub(r"\\[ \t]*\n", "", text))):
         keyword, *words = line.split()
         try:
+            if not number and keyword.upper() != "FROM":
+                raise BadInput("comes before FROM, which is the first line")
             if keyword.upper() == "WORKDIR":
                 at = posixpath.normpath(posixpath.join(at, " ".join(_plain(words, 1))))
                 _put(files, at[len(workdir) + 1 :] if at.startswith(f"{workdir}/") else "", None)

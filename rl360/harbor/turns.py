@@ -74,7 +74,8 @@ class Turns:
 
         for end in deleting:
             reservations.withhold(disk_mb)
-            end.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(deleted))
+            # what could not be deleted stays withheld
+            end.add_done_callback(lambda end: end.result() or loop.is_closed() or loop.call_soon_threadsafe(deleted))
         self._pass()
 
     def _pass(self) -> None:

@@ -43,6 +43,7 @@ class Reservations:
     def __init__(self, room: Room) -> None:
         self.room = self.left = room
         self.held: dict[str, Room] = {}
+        self.withheld_mb = 0
 
     def require(self, need: Room) -> None:
         """`BadInput` when the empty node would not do."""
@@ -61,6 +62,7 @@ class Reservations:
 
     def withhold(self, disk_mb: int) -> None:
         """Of nobody's any more, and not free yet; what is negative is free again."""
+        self.withheld_mb += disk_mb
         self.left = self.left._replace(disk_mb=self.left.disk_mb - disk_mb)
 
     def release(self, key: str) -> None:

@@ -172,9 +172,10 @@ class BubblewrapProvider(Rooted):
 
     async def reap(self) -> list[str]:
         """End and remove what a dead server left under this root. A folder that cannot be cleaned is kept and named:
-        one bad folder must not keep a server from starting."""
+        one bad folder must not keep a server from starting. What it removes is deleted in the background (`reaped`)."""
+        self._reap_trash()
         left = sorted((self.root / "live").iterdir())
-        found = [await asyncio.to_thread(_reap_one, path, self._discard) for path in left]
+        found = [await asyncio.to_thread(_reap_one, path, self._discard, self.reaped) for path in left]
         for path in (self.root / "shared").glob(".*"):
             await asyncio.to_thread(remove_tree, path)
         return found
@@ -197,7 +198,7 @@ def _write_record(path: Path, spec: SandboxSpec, group: cgroups.Group) -> None:
     scratch.replace(path)
 
 
-def _reap_one(path: Path, discard: Callable[[Path, list[Any]], str | None]) -> str:
+def _reap_one(path: Path, discard: Callable[[Path, list[Any]], str | None], reaped: list[Any]) -> str:
     try:
         groups, labels, odd = _records(path)
         pids, left = _end(path, groups)
@@ -207,8 +208,12 @@ def _reap_one(path: Path, discard: Callable[[Path, list[Any]], str | None]) -> s
     if pids or left:
         return f"{what}: NOT confirmed gone: pids {pids}, cgroups {left}"
     proof = f"none of its processes is left, {sum(len(group.paths) for group in groups)} cgroups gone"
-    problem = f"{', '.join(odd)}: look, then delete {path}" if odd else discard(path, [])
-    return f"{what}: {proof}, folder NOT removed: {problem}" if problem else f"{what}: gone: {proof}, folder removed"
+    problem = f"{', '.join(odd)}: look, then delete {path}" if odd else discard(path, reaped)
+    return (
+        f"{what}: {proof}, folder NOT removed: {problem}"
+        if problem
+        else f"{what}: gone: {proof}, folder removed to trash/"
+    )
 
 
 def _end(path: Path, groups: list[cgroups.Group]) -> tuple[list[int], list[str]]:

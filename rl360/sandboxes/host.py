@@ -18,10 +18,12 @@ from rl360.errors import BadInput
 from rl360.sandboxes.admission import Room
 
 _NONE = 1 << 62
+FLOOR_BYTES, FLOOR_SHARE = 256 << 20, 50
 
 
 def host_room(folder: Path, root: Path = Path("/")) -> Room:
-    """Cores this process may use, memory and pids of the machine or of the groups it is in, free disk at `folder`.
+    """Cores this process may use, memory and pids of the machine or of the groups it is in, disk at `folder` that is
+    free before it counts as full.
 
     root: where the kernel's files are."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -29,17 +31,29 @@ def host_room(folder: Path, root: Path = Path("/")) -> Room:
     pids = min(_number(root / "proc/sys/kernel/pid_max"), _limit(root, "pids", "pids.max"))
     disk = os.statvfs(folder)
     milli_cpus = min(1000 * len(os.sched_getaffinity(0)), _milli_cpus(root))
-    return Room(milli_cpus, memory >> 20, pids, disk.f_bavail * disk.f_frsize >> 20)
+    return Room(milli_cpus, memory >> 20, pids, max(0, disk.f_bavail * disk.f_frsize - floor_bytes(disk)) >> 20)
+
+
+def floor_bytes(disk: os.statvfs_result) -> int:
+    """Less free, or less than a 50th, and the host is full: nobody is promised that."""
+    return min(FLOOR_BYTES, disk.f_blocks * disk.f_frsize // FLOOR_SHARE)
 
 
 def with_leftovers(host: Room, root: Path) -> Room:
-    """`host` once the server at `root` has deleted what its last life left in workspaces."""
-    left = 0
+    """`host` once the server at `root` has deleted what its last life left in workspaces. A file of many names counts
+    once, and all of them as no more than is used at all."""
+    left, linked = 0, set[tuple[int, int]]()
     for kept in ("live", "trash"):
         for folder, _, names in os.walk(root / kept):
             for name in names:
                 with contextlib.suppress(OSError):
-                    left += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+                    status = os.lstat(os.path.join(folder, name))
+                    if (at := (status.st_dev, status.st_ino)) not in linked:
+                        left += 512 * status.st_blocks
+                    linked.update([at] if status.st_nlink > 1 else [])
+    if left:
+        disk = os.statvfs(root)
+        left = min(left, (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
     return host._replace(disk_mb=host.disk_mb + (left >> 20))
 
 

@@ -24,14 +24,15 @@ from uuid import uuid4
 from rl360.errors import BadInput
 from rl360.harbor.dockerfile import Files, tree_files
 from rl360.harbor.task import tree_digest
-from rl360.sandboxes.provider import ExecResult, Sandbox, SandboxStartError, StorageFull, Workspace
+from rl360.sandboxes.host import FLOOR_SHARE, floor_bytes
+from rl360.sandboxes.provider import ExecResult, Sandbox, SandboxGone, SandboxStartError, StorageFull, Workspace
 from rl360.sandboxes.workspace import FOLDER, MAX_FILES, MAX_LEVELS, remove_tree
 
 log = logging.getLogger("rl360.sandbox")
 LOCK_DEADLINE_S = 2.0
 DELETERS, DELETE_S, CLOSE_S = 2, 3600.0, 5.0
 WATCH_S, EVERY, MEASURERS = 1.0, 10, 4  # the disk is looked at; each so often everybody is measured
-FLOOR_BYTES, FLOOR_FILES, FLOOR_SHARE = 256 << 20, 10_000, 50  # less free, or less than a 50th, and the host is full
+FLOOR_FILES = 10_000
 MAX_COPY_BYTES = 1 << 30
 
 
@@ -57,6 +58,7 @@ class Rooted:
         self._published: dict[str, asyncio.Future[None]] = {}
         self._bin = Bin(self.root / "trash")
         self._disk = Watch(self.root)
+        self.reaped: list[Future[str | None]] = []  # the end of each folder that `reap` took away
 
     def close(self) -> None:
         """Let another process use the root."""
@@ -85,6 +87,11 @@ class Rooted:
     async def remove_workspace(self, workspace: Workspace) -> str | None:
         return await asyncio.to_thread(self._discard, workspace.path, workspace.deleting)
 
+    def _reap_trash(self) -> None:
+        """Go on with what an earlier process did not delete."""
+        for path in list(self._bin.folder.iterdir()):
+            self._discard(path, self.reaped)
+
     def _discard(self, path: Path, deleting: list[Future[str | None]]) -> str | None:
         """Take a folder from its place and delete it in the background; why that cannot be."""
         try:
@@ -107,15 +114,12 @@ class Rooted:
 
 
 class Bin:
-    """What is deleted in the background, by few threads that no end of a process waits for. It begins with what an
-    earlier process left in it."""
+    """What is deleted in the background, by few threads that no end of a process waits for."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._asked: SimpleQueue[tuple[Path, Future[str | None]] | None] = SimpleQueue()
         folder.mkdir(exist_ok=True)
-        for path in folder.iterdir():
-            self._asked.put((path, Future()))
         self._threads = [threading.Thread(target=self._delete, name="deleting", daemon=True) for _ in range(DELETERS)]
         for thread in self._threads:
             thread.start()
@@ -123,7 +127,7 @@ class Bin:
     def put(self, path: Path) -> Future[str | None]:
         """Take it from its place at once; done when it is deleted."""
         end: Future[str | None] = Future()
-        self._asked.put((path.rename(self._folder / uuid4().hex), end))
+        self._asked.put((path.rename(self.folder / uuid4().hex), end))
         return end
 
     def close(self) -> None:
@@ -160,7 +164,7 @@ class Watch:
         """Whether the host has too little left for anyone's commands to be judged by their end."""
         disk = os.statvfs(self.root)
         few = disk.f_files > 0 and disk.f_favail < min(FLOOR_FILES, disk.f_files // FLOOR_SHARE)
-        return few or disk.f_bavail * disk.f_frsize < min(FLOOR_BYTES, disk.f_blocks * disk.f_frsize // FLOOR_SHARE)
+        return few or disk.f_bavail * disk.f_frsize < floor_bytes(disk)
 
     async def _look(self) -> None:
         free = os.statvfs(self.root).f_ffree
@@ -181,7 +185,7 @@ class DiskMeter:
     """See `Meter`. Sandboxes that are elsewhere use nothing here."""
 
     def __init__(self, watch: Watch, workspace: Workspace, limit_bytes: int) -> None:
-        self.over = self.full = False
+        self.over = self.full = self._closed = False
         self._disk, self._workspace, self._limit = watch, workspace, limit_bytes
         self._sandbox: Sandbox | None = None
         self.job: asyncio.Future[ExecResult] | None = None  # to be ended when over
@@ -191,6 +195,8 @@ class DiskMeter:
     ) -> ExecResult:
         if sandbox.pids() is None:
             return await sandbox.exec(command, timeout_s, cap_bytes)
+        if self._closed:
+            raise SandboxGone("the attempt is over", by_contents=False)
         self._sandbox = sandbox
         self._disk.add(self)
         job = asyncio.ensure_future(sandbox.exec(command, timeout_s, cap_bytes))
@@ -217,6 +223,7 @@ class DiskMeter:
             log.warning("%s: not measured: %s", self._workspace.path, error)
 
     def close(self) -> None:
+        self._closed = True  # an agent that goes on would have it measured for ever
         self._disk.meters.discard(self)
 
 
@@ -280,7 +287,7 @@ def copy_files(files: Files, target: Path, owner: int | None) -> None:
     """Copy trusted files, folders and links (as links) to their names under `target`; everything readable, scripts
     executable. `owner`: uid and gid of what is made (root only)."""
     total = 0
-    target.mkdir(parents=True, exist_ok=True)
+    target.mkdir()  # not its parents: a workspace may be discarded meanwhile, and does not come back
     target.chmod(0o755)
     _own(target, owner)
     for name, path in files.items():

@@ -21,7 +21,9 @@ from test_sandboxes import REASON
 
 from rl360.commands import sandboxes
 from rl360.errors import BadInput
+from rl360.sandboxes import rooted
 from rl360.sandboxes.bubblewrap import marked_pids
+from rl360.sandboxes.workspace import remove_tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "token-of-the-reaper-tests"
@@ -163,3 +165,21 @@ def test_a_token_file_is_taken(home: Path) -> None:
     for argv in (["list"], ["reap"]):
         done = rl360(*argv, "--provider", "docker", "--token-file", str(home / "none"))
         assert "cannot read the token in" in str(done.exception)
+
+
+def test_gone_is_what_was_deleted_and_looking_deletes_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = home / "sandboxes" / "13300"
+    for folder in ("trash/old", "live/a/work"):
+        (root / folder).mkdir(parents=True)
+    assert "live/a: would be removed" in rl360("reap").output and (root / "trash" / "old").exists()
+
+    def stuck(path: Path, *deadline_s: float) -> str | None:
+        kept = path.parent.name == "trash"
+        return f"{path}: could not be deleted" if kept else remove_tree(path, *deadline_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rooted, "remove_tree", stuck)
+        done = rl360("reap", "--yes")
+    assert done.exit_code == 1 and done.output.count("NOT removed: ") == 2, done.output
+    assert len(list((root / "trash").iterdir())) == 2
+    assert rl360("reap", "--yes").exit_code == 0 and list((root / "trash").iterdir()) == []

@@ -855,7 +855,7 @@ def test_a_damaged_record_stops_no_server(tmp_path: Path, content: bytes) -> Non
         (one / f"{names[0]}.json").write_bytes(content)
         damaged, gone = await provider.reap()
         assert damaged.startswith(one.name) and "unreadable" in damaged and str(one) in damaged
-        assert gone.startswith(two.name) and gone.endswith("folder removed") and " run r: gone: " in gone
+        assert gone.startswith(two.name) and gone.endswith("folder removed to trash/") and " run r: gone: " in gone
         assert not marked_pids(one) and not marked_pids(two) and not two.exists()
         assert not any(path.exists() for name in names for path in cgroups.planned(name).paths)
         provider.close()

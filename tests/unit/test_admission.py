@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from rl360.errors import BadInput
 from rl360.harbor.turns import Turns
 from rl360.sandboxes.admission import LOOK_AHEAD, Gate, Reservations, Room
-from rl360.sandboxes.host import host_room
+from rl360.sandboxes.host import FLOOR_BYTES, FLOOR_SHARE, host_room
 from rl360.sandboxes.waves import Pace, Waves
 
 NODE = Room(4_000, 4_000, 400, 4_000)
@@ -177,9 +179,35 @@ def test_a_turn_that_is_given_up_leaves_nothing(when: str) -> None:
     asyncio.run(go())
 
 
+def test_disk_is_free_when_its_files_are_deleted_and_withheld_where_they_cannot_be() -> None:
+    async def go() -> None:
+        turns, ends = Turns(gate()), [Future[str | None](), Future[str | None]()]
+        reservations = turns.gate.reservations
+        for key, end in zip("ab", ends, strict=True):
+            await turns.wait(key, "g", need())
+            turns.leave(key, [end])
+        assert (reservations.withheld_mb, reservations.left.disk_mb) == (20, NODE.disk_mb - 20)
+        ends[0].set_result("a: could not be deleted")
+        ends[1].set_result(None)
+        await asyncio.sleep(0.01)
+        assert (reservations.withheld_mb, reservations.left.disk_mb) == (10, NODE.disk_mb - 10)
+
+    asyncio.run(go())
+
+
 def test_a_host_can_promise_what_it_has(tmp_path: Path) -> None:
     room = host_room(tmp_path)
     assert min(room) > 0 and room.milli_cpus % 1000 == 0 and room.memory_mb < 1 << 30 and room.pids < 1 << 31
+
+
+def test_nobody_is_promised_the_disk_below_which_a_host_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = list(os.statvfs(tmp_path))
+    for blocks, floor_mb in ((10 << 20, FLOOR_BYTES >> 20), (100 << 8, 100 // FLOOR_SHARE)):
+        now[1:5] = 4096, blocks, blocks, 500 << 8
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(now))
+        assert host_room(tmp_path).disk_mb == 500 - floor_mb
 
 
 V1 = {"memory/memory.limit_in_bytes": "1073741824", "pids/pids.max": "300"}

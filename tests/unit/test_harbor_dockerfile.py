@@ -119,6 +119,12 @@ def test_what_is_no_plain_copy_is_refused_by_its_line(tmp_path: Path, line: str,
     assert f"Dockerfile: {line.splitlines()[-1]}: " in str(refused.value) and words in str(refused.value)
 
 
+@pytest.mark.parametrize("text", ["COPY a.txt /app/\n", "COPY . /app\nFROM x\n", "ARG V=1\nFROM x\n"])
+def test_nothing_comes_before_from(tmp_path: Path, text: str) -> None:
+    with pytest.raises(BadInput, match=f"Dockerfile: {text.splitlines()[0]}: comes before FROM, which is the first"):
+        laid_out(tmp_path, text)
+
+
 def test_an_ignore_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / ".dockerignore").write_text("*.txt\n")
     with pytest.raises(BadInput, match=r"/.dockerignore: is not read; remove it"):

@@ -64,6 +64,14 @@ def test_what_a_server_could_begin(said: Any, here: int, free: int) -> None:
     assert max(told(said, {"image": here}, NEED).free, 0) == free
 
 
+def test_disk_that_is_being_deleted_is_no_running_attempts() -> None:
+    said = health(1, max_concurrent=256)
+    gone = said["room"]["disk_mb"] // 2
+    said["room_left"]["disk_mb"] -= gone
+    assert told(said, {"image": 1}, NEED).free <= 1
+    assert told(said | {"withheld_disk_mb": gone}, {"image": 1}, NEED).free == AHEAD * 32
+
+
 async def take(shared: Places, ask: Any, image: str = "image", task: str = "task") -> str | None:
     return await shared.take("s", image, task, NEED, ask)
 

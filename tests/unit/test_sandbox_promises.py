@@ -15,7 +15,7 @@ from rl360.engines.processes import boot_id
 from rl360.errors import BadInput
 from rl360.harbor.server import parse_args, promise_of
 from rl360.sandboxes.admission import Room
-from rl360.sandboxes.host import host_room, promised
+from rl360.sandboxes.host import host_room, promised, with_leftovers
 from rl360.sandboxes.providers import room_of
 
 HOST = Room(4_000, 8_000, 1_000, 9_000)
@@ -106,6 +106,16 @@ def test_what_a_servers_last_life_left_is_disk_that_it_may_promise_again(tmp_pat
     with pytest.raises(BadInput, match="part of disk_mb"):
         promise_of(parse_args(["--port", "13301", "--promise", text]), tmp_path)
     assert promise_of(parse_args(["--port", "13300", "--promise", text]), tmp_path).disk_mb == free + 40
+
+
+def test_a_file_of_many_names_was_left_once(tmp_path: Path) -> None:
+    for folder in ("live", "trash"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "core").write_bytes(b"x" * (8 << 20))
+    for number in range(50):
+        os.link(tmp_path / "live" / "core", tmp_path / "live" / str(number))
+    os.sync()
+    assert 16 <= with_leftovers(HOST, tmp_path).disk_mb - HOST.disk_mb <= 17
 
 
 def test_a_promise_is_its_owners_alone_to_read(servers: Servers) -> None:

@@ -6,11 +6,12 @@ import asyncio
 import mmap
 import os
 import shutil
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from rl360.harbor.dockerfile import tree_files
 from rl360.harbor.task import tree_digest
 from rl360.sandboxes import cgroups, rooted, workspace
 from rl360.sandboxes.bubblewrap import safe_name
+from rl360.sandboxes.provider import Sandbox, SandboxGone
 from rl360.sandboxes.rooted import Rooted, copy_files, held_bytes, publish_tree, tree_bytes
 from rl360.sandboxes.workspace import remove_tree
 
@@ -213,9 +215,45 @@ def test_a_setup_that_is_given_up_waits_for_no_copy(tmp_path: Path, monkeypatch:
         assert list((tmp_path / "live").iterdir()) == []
         go_on.set()
         await asyncio.to_thread(emptied, tmp_path / "trash")
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert list((tmp_path / "live").iterdir()) == [], "what was discarded does not come back"
         provider.close()
 
     asyncio.run(go())
+
+
+def test_what_comes_after_its_attempts_end_is_not_measured(tmp_path: Path) -> None:
+    class Late:
+        def pids(self) -> list[int]:
+            return []
+
+    async def go() -> None:
+        provider = Rooted(tmp_path, None)
+        meter = provider.meter(await provider.new_workspace("a", None), 10)
+        meter.close()
+        with pytest.raises(SandboxGone, match="the attempt is over"):
+            await meter.exec(cast(Sandbox, Late()), "true", 1.0)
+        assert not provider._disk.meters
+        provider.close()
+
+    asyncio.run(go())
+
+
+def test_an_rm_that_no_signal_ends_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "chmod").write_text("#!/bin/sh\nexec /bin/sleep 6\n")
+    (tmp_path / "bin" / "chmod").chmod(0o755)
+    (tmp_path / "t").mkdir()
+    monkeypatch.setattr(workspace, "MAX_HERE", 0)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    (tmp_path / "t" / "f").touch()
+    made, begin = list[subprocess.Popen[bytes]](), time.monotonic()
+    monkeypatch.setattr(
+        subprocess.Popen, "kill", lambda job: made.append(job) or None
+    )  # as in the kernel, which only this stands for
+    assert "t: not deleted: " in (remove_tree(tmp_path / "t", 0.2) or "")
+    assert time.monotonic() - begin < 4
+    assert made[0].wait(10) == 0
 
 
 def test_deleting_is_nobodys_wait_and_is_gone_on_with_at_the_next_start(
@@ -234,8 +272,11 @@ def test_deleting_is_nobodys_wait_and_is_gone_on_with_at_the_next_start(
         provider.close()
         os.mkdir(tmp_path / "trash" / "left")
         again = Rooted(tmp_path, None)
+        assert again._bin._asked.empty(), "whoever only looks deletes nothing"
+        again._reap_trash()
         go_on.set()
         await asyncio.to_thread(emptied, tmp_path / "trash")
+        assert len(again.reaped) == 5 and {end.result(20) for end in again.reaped} == {None}
         again.close()
 
     asyncio.run(go())

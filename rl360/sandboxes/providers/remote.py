@@ -369,7 +369,10 @@ class RemoteProvider(Rooted):
         lines = await reap(self.daemon, self.deployment, self.held)
         live = await asyncio.to_thread(lambda: sorted((self.root / "live").iterdir()))
         if not self.held:
-            lines += [f"{path.name}: {await asyncio.to_thread(self._discard, path, []) or 'gone'}" for path in live]
+            self._reap_trash()
+            for path in live:
+                problem = await asyncio.to_thread(self._discard, path, self.reaped)
+                lines.append(f"{path.name}: {problem or 'removed to trash/'}")
         return lines
 
     async def aclose(self) -> None:
