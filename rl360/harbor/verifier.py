@@ -37,6 +37,7 @@ from rl360.sandboxes.provider import (
     SandboxSpec,
     SandboxStartError,
     StopProof,
+    StorageFull,
     Workspace,
     stop_surely,
 )
@@ -45,7 +46,13 @@ MAX_REWARD_BYTES = 65_536
 MAX_LOG_BYTES = 2000
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 SIGNALLED = 128
-NEW_HOME = 'case "$HOME/" in "$PWD"/*) export HOME=/tmp;; esac'  # where an image's home is what the agent wrote to
+# where a home is what the agent wrote to, holds it, or is not there; `cd` follows what leads to it
+NEW_HOME = (
+    'case "$HOME" in /*) ;; *) export HOME=/tmp;; esac; '
+    'here=$(pwd -P); home=$(CDPATH= cd -P -- "$HOME" 2>/dev/null && pwd -P | tr -s /); home=${home%/}; '
+    'case "$here/" in "$home"/*) export HOME=/tmp;; esac; case "$home/" in "$here"/*) export HOME=/tmp;; esac; '
+    "unset here home"
+)
 END_S = 60.0  # of the lease of a verifier's sandbox, for its files and its end
 Found = tuple[float | None, Outcome | None, str]  # a reward or the problem, and a line about it
 
@@ -180,6 +187,8 @@ async def _run_script(provider: SandboxProvider, order: VerifyOrder, stops: list
             problem, log = Outcome.VERIFIER_ERROR, f"test.sh was ended by signal {result.exit_code - 128}; {log}"
         else:
             await sandbox.carry(order.stop_s())
+    except StorageFull:
+        problem, log = Outcome.VERIFIER_ERROR, "test.sh wrote more than the task's storage_mb and was ended"
     except SandboxGone as error:
         problem, log = Outcome.VERIFIER_ERROR if error.by_contents else Outcome.SANDBOX_LOST, str(error)
     finally:

@@ -140,7 +140,8 @@ class Meter(Protocol):
     async def exec(
         self, sandbox: Sandbox, command: str, timeout_s: float, cap_bytes: int | None = None, *, ends: bool = True
     ) -> ExecResult:
-        """Run it; raises `StorageFull`, also while it runs, when over and that `ends` it."""
+        """Run it; raises `StorageFull`, also while it runs, when over. `ends` false: what there is already does not
+        count, only what this command adds."""
 
     def close(self) -> None:
         """Its sandboxes are gone."""

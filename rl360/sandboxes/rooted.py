@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
+import platform
 import re
 import shutil
 import stat
@@ -16,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from uuid import uuid4
@@ -34,6 +36,7 @@ DELETERS, DELETE_S, CLOSE_S = 2, 3600.0, 5.0
 WATCH_S, EVERY, MEASURERS = 1.0, 10, 4  # the disk is looked at; each so often everybody is measured
 FLOOR_FILES = 10_000
 MAX_COPY_BYTES = 1 << 30
+LIBC, KCMP = ctypes.CDLL(None), {"x86_64": 312, "aarch64": 272}.get(platform.machine())
 
 
 def safe_name(text: str) -> str:
@@ -177,7 +180,7 @@ class Watch:
                 free = now
                 for meter in list(self.meters):
                     await asyncio.get_running_loop().run_in_executor(self.pool, meter.measure)
-                    if meter.over and meter.job is not None:
+                    if meter.above and meter.job is not None:
                         meter.job.cancel()
 
 
@@ -185,7 +188,7 @@ class DiskMeter:
     """See `Meter`. Sandboxes that are elsewhere use nothing here."""
 
     def __init__(self, watch: Watch, workspace: Workspace, limit_bytes: int) -> None:
-        self.over = self.full = self._closed = False
+        self.over = self.full = self.above = self._closed = False
         self._disk, self._workspace, self._limit = watch, workspace, limit_bytes
         self._sandbox: Sandbox | None = None
         self.job: asyncio.Future[ExecResult] | None = None  # to be ended when over
@@ -198,26 +201,36 @@ class DiskMeter:
         if self._closed:
             raise SandboxGone("the attempt is over", by_contents=False)
         self._sandbox = sandbox
+        loop, pool = asyncio.get_running_loop(), self._disk.pool
+        if not ends:  # what the agent left is judged, and not ended by
+            self._limit, self.above = self._limit + await loop.run_in_executor(pool, self._left), False
         self._disk.add(self)
         job = asyncio.ensure_future(sandbox.exec(command, timeout_s, cap_bytes))
-        self.job = job if ends else None
+        self.job = job if self._limit < sys.maxsize else None  # too many files, or closed ones: no measure of it
         try:
             await asyncio.wait({job})
         finally:
             job.cancel()
-        await asyncio.get_running_loop().run_in_executor(self._disk.pool, self.measure)
-        if self.over and ends:
+        await loop.run_in_executor(pool, self.measure)
+        if job.cancelled() or (self.over and ends):
             raise StorageFull("its workspace is full")
         return job.result()
 
+    def _in_folders(self, limit_bytes: int = sys.maxsize, *, strict: bool = False) -> int:
+        used = tree_bytes(self._workspace.files, limit_bytes, strict=strict)
+        return used + tree_bytes(self._workspace.logs, limit_bytes)
+
+    def _left(self) -> int:
+        return self._in_folders(strict=True)
+
     def measure(self) -> None:
         """Blocking. A full disk counts only while this one is not over: whoever fills it is judged."""
-        files = self._workspace.files
         try:
             low = self._disk.low()
-            used = tree_bytes(files, self._limit, strict=low) + tree_bytes(self._workspace.logs, self._limit)
             pids = (self._sandbox and self._sandbox.pids()) or []
-            self.over |= used + held_bytes(pids, os.stat(files).st_dev, strict=low) > self._limit
+            held = held_bytes(pids, os.stat(self._workspace.files).st_dev, strict=low)
+            self.above = self._in_folders(self._limit, strict=low) + held > self._limit
+            self.over |= self.above
             self.full |= low and not self.over and self._disk.low()
         except OSError as error:  # gone meanwhile
             log.warning("%s: not measured: %s", self._workspace.path, error)
@@ -259,16 +272,32 @@ def _sizes(folder: int, levels: int, unread: int) -> Iterator[int]:
 
 
 def held_bytes(pids: Iterable[int], device: int, *, strict: bool = False) -> int:
-    """Bytes on disk of files without a name that these processes hold open; `strict`: or have mapped."""
+    """Bytes on disk of files without a name that these processes hold open; `strict`: or have mapped. Too many
+    descriptors are above every limit: looking at all of them would keep others waiting."""
     held: dict[int, int] = {}
-    for pid, kind in product(pids, ("fd", "map_files")[: 1 + strict]):
-        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/{kind}") as found:
-            for entry in found:
-                with contextlib.suppress(OSError):
-                    status = entry.stat()
-                    if status.st_nlink == 0 and status.st_dev == device:
-                        held[status.st_ino] = status.st_blocks * 512
+    for number, entry in enumerate(_open_files(pids, strict)):
+        if number >= MAX_FILES:
+            return sys.maxsize
+        with contextlib.suppress(OSError):
+            status = entry.stat()
+            if status.st_nlink == 0 and status.st_dev == device:
+                held[status.st_ino] = status.st_blocks * 512
     return sum(held.values())
+
+
+def _open_files(pids: Iterable[int], mapped: bool) -> Iterator[os.DirEntry[str]]:
+    """What processes hold open, and threads that have descriptors of their own."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            own = [f"{pid}/task/{thread}/fd" for thread in os.listdir(f"/proc/{pid}/task") if _apart(pid, int(thread))]
+            for folder in [f"{pid}/fd", *own] + [f"{pid}/map_files"] * mapped:
+                with contextlib.suppress(OSError), os.scandir(f"/proc/{folder}") as found:
+                    yield from found
+
+
+def _apart(pid: int, thread: int) -> bool:
+    """Whether a thread shares not the descriptors of its process (kcmp(2)); False where that cannot be asked."""
+    return thread != pid and KCMP is not None and LIBC.syscall(KCMP, pid, thread, 2, 0, 0) > 0
 
 
 def _locked(descriptor: int) -> bool:

@@ -34,6 +34,31 @@ with open("f", "wb", 0) as file:
     except OSError: pass
     time.sleep(100)
 ' >/dev/null 2>&1 &); sleep 1.5"""
+# the same, of a thread that shares its descriptors with nobody
+APART = """(setsid python3 -c '
+import ctypes, os, threading, time
+def hide():
+    assert ctypes.CDLL(None).unshare(0x400) == 0
+    with open("f", "wb", 0) as file:
+        os.unlink("f")
+        try:
+            while True: file.write(b"x" * (1 << 20))
+        except OSError: pass
+        time.sleep(100)
+threading.Thread(target=hide).start()
+time.sleep(100)
+' >/dev/null 2>&1 &); sleep 1.5"""
+# no bytes at all, but a file each
+EMPTY = """python3 -c '
+import os, time
+for _ in range(7):
+    if os.fork() == 0:
+        name = str(os.getpid())
+        for n in range(4000):
+            os.open(name, os.O_CREAT | os.O_RDWR)
+            os.unlink(name)
+        time.sleep(100)
+' >/dev/null 2>&1 & sleep 4"""
 MANY = """python3 -c '
 import os
 for n in range(10**6):
@@ -97,10 +122,11 @@ def play(home: Path, *attempts: tuple[Path, str]) -> list[RunReply]:
 
 
 @needs_cgroups
+@pytest.mark.parametrize("hide", [HIDE, APART], ids=["process", "thread"])
 def test_who_fills_the_disk_is_judged_and_its_neighbour_is_not(
-    disk: Path, tmp_path: Path, sessions: ScriptedSessions
+    hide: str, disk: Path, tmp_path: Path, sessions: ScriptedSessions
 ) -> None:
-    hostile = sessions.add("hostile", Bash(HIDE), Say("done"))
+    hostile = sessions.add("hostile", Bash(hide), Say("done"))
     late = sessions.add("late", Bash("sleep 2; head -c 100000 /dev/zero > big && echo right > answer"), Say("done"))
     early = sessions.add("early", Bash("echo right > answer; sync; sleep 2"), Say("done"))
     replies = play(
@@ -126,3 +152,22 @@ def test_who_makes_files_without_end_is_ended_while_it_does(tmp_path: Path, sess
     (reply,) = play(tmp_path, (task_of(tmp_path / "t", 1000), sessions.add("many", Bash(MANY), Say("done"))))
     assert (reply.outcome, reply.exit_status) == ("failed", "SandboxLimitExceeded")
     assert reply.phases.agent < 45 and reply.cleanup.confirmed, "in the middle of its command"
+
+
+@needs_cgroups
+def test_open_files_count_though_they_are_empty_and_have_no_name(tmp_path: Path, sessions: ScriptedSessions) -> None:
+    (reply,) = play(tmp_path, (task_of(tmp_path / "t", 1000), sessions.add("empty", Bash(EMPTY), Say("done"))))
+    assert (reply.outcome, reply.exit_status, reply.reward) == ("failed", "SandboxLimitExceeded", 0.0)
+
+
+def test_tests_that_fill_the_disk_are_ended(disk: Path, tmp_path: Path, sessions: ScriptedSessions) -> None:
+    """What the agent left does not count: it is judged, however much it is."""
+    task = task_of(tmp_path / "t", 8)
+    (task / "tests" / "test.sh").write_text("sh ./answer; echo 0 > /logs/verifier/reward.txt")
+    fill = "head -c 6M /dev/zero > big; echo 'head -c 24M /dev/zero > more; sleep 60' > answer"
+    (reply,) = play(disk, (task, sessions.add("fill", Bash(fill), Say("done"))))
+    assert (reply.outcome, reply.reward, reply.retryable) == ("verifier_error", None, False)
+    assert "storage_mb" in reply.detail and reply.phases.verify < 15
+    over = "head -c 12M /dev/zero > big; true > answer"
+    (reply,) = play(disk, (task, sessions.add("over", Bash(over), Say("done"))))
+    assert (reply.outcome, reply.exit_status, reply.reward) == ("failed", "SandboxLimitExceeded", 0.0)

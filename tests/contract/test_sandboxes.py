@@ -630,6 +630,34 @@ def test_a_home_that_the_agent_wrote_to_is_not_the_verifiers(
     assert reply.outcome == "passed", reply
 
 
+FORGED_HOMES = [  # workdir, HOME, where below the workdir a path file of Python's would be found
+    ("/root/.local", "/root", "."),
+    ("/home/user/.local", "/home/user", "."),
+    ("/home/user", "//home/user", ".local"),
+    ("/home/user", "/home/./user", ".local"),
+    ("/app", "/tmp/../app", ".local"),
+    ("/opt/x", ".", ".local"),
+    ("/opt/x", "-", "-/.local"),
+    ("/opt/x", "", ".local"),
+    ("/opt/x", "/nowhere", ".local"),
+]
+
+
+@pytest.mark.parametrize(("workdir", "home", "below"), FORGED_HOMES)
+def test_nor_one_in_other_words(
+    server: Server, sessions: ScriptedSessions, tmp_path: Path, workdir: str, home: str, below: str
+) -> None:
+    toml = f'[task]\nname = "t/answer"\n[environment]\nworkdir = "{workdir}"\n[environment.env]\nHOME = "{home}"\n'
+    check = "echo 0 > /logs/verifier/reward.txt; python3 -c 1 || echo 1 > /logs/verifier/reward.txt\n"
+    task = make_task(tmp_path / "task", check, toml)
+    dockerfile = task / "environment" / "Dockerfile"
+    dockerfile.write_text(dockerfile.read_text().replace("/app", workdir))
+    python = "lib/python$(python3 -I -c 'import sys; print(*sys.version_info[:2], sep=\".\")')/site-packages"
+    forge = f"d={workdir}/{below}/{python}; mkdir -p $d; echo 'import os; os._exit(9)' > $d/x.pth; ls $d"
+    reply = play(server, sessions, task, f"home{FORGED_HOMES.index((workdir, home, below))}", Bash(forge), Say("done"))
+    assert (reply.outcome, reply.reward) == ("failed", 0.0), reply
+
+
 def test_json_reward_wins_and_exit_code_is_ignored(server: Server, sessions: ScriptedSessions, tmp_path: Path) -> None:
     write = "echo '{\"reward\": 0.5}' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt; exit 9\n"
     reply = play(server, sessions, make_task(tmp_path / "task", write), "half", Say("done"))
