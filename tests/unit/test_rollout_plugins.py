@@ -4,6 +4,7 @@ function plays every attempt of its wave. Names that lead nowhere are refused wh
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -78,7 +79,9 @@ def test_a_rollout_function_that_leaves_attempts_out_stops_the_step(tmp_path: Pa
     store = cast(Any, MemoryStore())
     with server((200, run_reply("sandbox_lost"))) as (url, asked):
         services = services_at(tmp_path, url, url)
-        job = SimpleNamespace(config=config, run=config.run, step=0, store=store, services=services)
+        job = SimpleNamespace(
+            config=config, run=config.run, step=0, store=store, services=services, log=logging.getLogger(__name__)
+        )
         log = RecordLog(store, config.run, 0, 0)
         with pytest.raises(BadInput, match=rf"{ME}:plays_some left 2 attempts unplayed, s000000-g000-a01 first"):
             asyncio.run(_run_wave(cast(Any, job), 0, [specs], "v0", log))
