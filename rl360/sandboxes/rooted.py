@@ -273,10 +273,13 @@ def _sizes(folder: int, levels: int, unread: int) -> Iterator[int]:
 
 def held_bytes(pids: Iterable[int], device: int, *, strict: bool = False) -> int:
     """Bytes on disk of files without a name that these processes hold open; `strict`: or have mapped. Too many
-    descriptors are above every limit: looking at all of them would keep others waiting."""
+    descriptors are above every limit: looking at all of them would keep others waiting. Mappings (`from-to`) are not
+    counted: libraries of honest programs are many."""
     held: dict[int, int] = {}
-    for number, entry in enumerate(_open_files(pids, strict)):
-        if number >= MAX_FILES:
+    descriptors = 0
+    for entry in _open_files(pids, strict):
+        descriptors += entry.name.isdecimal()
+        if descriptors > MAX_FILES:
             return sys.maxsize
         with contextlib.suppress(OSError):
             status = entry.stat()

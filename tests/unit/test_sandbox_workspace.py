@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -296,3 +297,13 @@ def test_groups_of_two_servers_have_no_name_in_common(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "link").symlink_to("one")  # the same server, started again by another path
     assert cgroups.prefix(tmp_path / "link" / "sandboxes" / "13300") == prefixes[0]
+
+
+def test_mapped_libraries_are_no_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a low disk mappings are looked at too; only descriptors, without end, are over."""
+    few = len(os.listdir("/proc/self/fd")) + 5
+    monkeypatch.setattr("rl360.sandboxes.rooted.MAX_FILES", few)
+    assert len(Path("/proc/self/maps").read_text().splitlines()) > few, "nothing is shown otherwise"
+    assert held_bytes([os.getpid()], os.stat(tmp_path).st_dev, strict=True) < sys.maxsize
+    monkeypatch.setattr("rl360.sandboxes.rooted.MAX_FILES", 1)
+    assert held_bytes([os.getpid()], os.stat(tmp_path).st_dev) == sys.maxsize
