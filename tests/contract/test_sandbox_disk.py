@@ -57,8 +57,9 @@ for _ in range(7):
         for n in range(4000):
             os.open(name, os.O_CREAT | os.O_RDWR)
             os.unlink(name)
+        open("ready" + name, "w").close()
         time.sleep(100)
-' >/dev/null 2>&1 & sleep 4"""
+' >/dev/null 2>&1 & while [ "$(ls | grep -c ready)" -lt 7 ]; do sleep 0.1; done"""
 MANY = """python3 -c '
 import os
 for n in range(10**6):
